@@ -1,0 +1,1 @@
+"""The contract: generated from the protos beside it."""

@@ -1,0 +1,268 @@
+"""What can happen to the scheduler, and what it answers. Events go into `Scheduler.handle`, effects come out of it.
+
+The core keeps no client: a request is known outside by `handle`, an integer the shell chose, unique among live requests.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum
+
+from scheduler_svc.core.stats import Usage
+
+
+class AbortCause(Enum):
+    """Why a request is ended from outside."""
+
+    CLIENT_GONE = "client_gone"
+    ABORTED = "aborted"
+    SLOW_READER = "slow_reader"
+    DEADLINE = "deadline"
+    DRAINED = "drained"
+    # Conformance cases only: finish with the given status as if the request had stopped.
+    STOPPED = "stopped"
+
+
+class PauseState(Enum):
+    UNPAUSED = "UNPAUSED"
+    # Running requests go on, nobody is admitted.
+    PAUSED_NEW = "PAUSED_NEW"
+    # Nothing runs.
+    PAUSED_ALL = "PAUSED_ALL"
+
+
+# --- events ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passes: `now` in seconds of a monotonic clock, never smaller than before. The shell sends one before each batch
+    of other events; deadlines and graces are judged by it."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestArrived:
+    """A new request. Answered by exactly one RequestAccepted or RequestRefused."""
+
+    request_id: str
+    handle: int
+    # Prompt token ids.
+    prompt: array[int]
+    # 0: as many as fit.
+    max_tokens: int = 0
+    min_tokens: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+    cache_salt: str = ""
+    # Opaque to the core: handed to the worker with the request (encoded sampling parameters).
+    sampling: bytes = b""
+    # Time of Tick's clock by which it must have ended; None: none.
+    deadline: float | None = None
+    # Tie-break under priority; None: now, then order of arrival.
+    arrival: float | None = None
+    # Do not read the prefix cache for this request (its blocks are still published).
+    skip_prefix_cache: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RequestAborted:
+    """End a live request; ignored when it is not live. Answered by RequestEnded."""
+
+    request_id: str
+    cause: AbortCause
+
+
+@dataclass(frozen=True, slots=True)
+class TextEnded:
+    """A stop string completed within output token `num_tokens` - 1: ends the request, reason STOP, with that many tokens."""
+
+    request_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankJoined:
+    """A rank opened epoch `epoch` with an empty pool of `num_blocks` blocks, null block included."""
+
+    rank: str
+    epoch: int
+    num_blocks: int
+    # The model's longest sequence; the effective limit is the smaller of it and the configured one.
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankLost:
+    """The rank's epoch is over: worker gone, step failed, watchdog, wrong answer. All that ran there is preempted, its fences
+    and its prefix index are dropped. `blameless` epochs (drain, orderly leave) do not make requests suspects (D31)."""
+
+    rank: str
+    reason: str
+    blameless: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankDraining:
+    """Admit nothing more on this rank."""
+
+    rank: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepAcked:
+    """A rank's answer to the oldest of its steps in flight.
+
+    sampled: token ids of the rows that sample, in row order. counts: how many each row of the step has (0 for a partial
+    prefill), or None when each sampling row has exactly one. Raises WorkerProtocolError from handle(), with nothing
+    changed, when the answer does not fit the step.
+    """
+
+    rank: str
+    epoch: int
+    step_seq: int
+    sampled: list[int]
+    counts: list[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftsProposed:
+    """Drafts for the next step, proposed from outside after a result (reference: synchronous speculative decoding)."""
+
+    rank: str
+    drafts: dict[str, list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class PauseRequested:
+    state: PauseState
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCacheResetRequested:
+    """Forget every cached prefix of every rank. Answered by PrefixCacheReset."""
+
+    preempt_running: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DrainStarted:
+    """Refuse new requests from now on; accepted ones go on."""
+
+
+Event = (
+    Tick
+    | RequestArrived
+    | RequestAborted
+    | TextEnded
+    | RankJoined
+    | RankLost
+    | RankDraining
+    | StepAcked
+    | DraftsProposed
+    | PauseRequested
+    | PrefixCacheResetRequested
+    | DrainStarted
+)
+
+
+# --- effects --------------------------------------------------------------------------------------------------------
+
+
+class RefusalReason(Enum):
+    """Why a request was not accepted; names are the ErrorInfo reasons of the contract."""
+
+    EMPTY_PROMPT = "EMPTY_PROMPT"
+    PROMPT_TOO_LONG = "PROMPT_TOO_LONG"
+    EXCEEDS_KV_CAPACITY = "EXCEEDS_KV_CAPACITY"
+    INVALID_PARAMETER = "INVALID_PARAMETER"
+    PRIORITY_NOT_SUPPORTED = "PRIORITY_NOT_SUPPORTED"
+    DUPLICATE_REQUEST_ID = "DUPLICATE_REQUEST_ID"
+    QUEUE_FULL = "QUEUE_FULL"
+    NO_WORKER = "NO_WORKER"
+    DRAINING = "DRAINING"
+
+
+class EndReason(Enum):
+    """How an accepted request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    # Ended from outside; RequestEnded.cause says why.
+    ABORTED = "aborted"
+    # Its rows were in flight in too many ended epochs (D31).
+    WORKER_FAULT = "worker_fault"
+    # No living rank can ever hold it, or none came back in time (D30).
+    NO_WORKER = "no_worker"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestAccepted:
+    handle: int
+    request_id: str
+    # After clipping.
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRefused:
+    handle: int
+    request_id: str
+    reason: RefusalReason
+    # For a person; says what to do.
+    message: str
+    metadata: dict[str, str] = field(default_factory=dict)
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokensProduced:
+    """New output tokens of one step, for all requests it concerns: parallel columns, tokens flat in the order of handles.
+    counts is None when each has exactly one. Comes before the RequestEnded of any of them."""
+
+    handles: list[int]
+    counts: list[int] | None
+    tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnded:
+    handle: int
+    request_id: str
+    reason: EndReason
+    usage: Usage
+    # The id that stopped it (EOS or stop id), when reason is STOP and an id did.
+    stop_token_id: int | None = None
+    cause: AbortCause | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPreempted:
+    """A fact for the log: one per preemption."""
+
+    rank: str
+    victim: str
+    # Who needed the blocks; "" when the rank was lost or the cache reset.
+    beneficiary: str
+    cause: str
+    num_blocks_gained: int
+    num_tokens_to_recompute: int
+    num_preemptions_before: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCacheReset:
+    success: bool
+    message: str
+
+
+Effect = RequestAccepted | RequestRefused | TokensProduced | RequestEnded | RequestPreempted | PrefixCacheReset
+
+
+class WorkerProtocolError(Exception):
+    """A worker's answer does not fit what it was sent (contract rule 9): end its epoch."""

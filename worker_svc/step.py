@@ -1,0 +1,72 @@
+"""One step as the worker's own types: what `codec` decodes, `service` orders and a runner executes. No protobuf, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Column = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Resolved sampling parameters of one request (proto ResolvedSampling)."""
+
+    # 0 = greedy.
+    temperature: float = 0.0
+    # 1 = off.
+    top_p: float = 1.0
+    # 0 = off.
+    top_k: int = 0
+    # 0 = off.
+    min_p: float = 0.0
+    # masked_token_ids are not sampled while the output index is below this.
+    min_tokens: int = 0
+    seed: int = 0
+    # All EOS and stop ids.
+    masked_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AddedRequest:
+    """A request that enters the batch at `row`, in full; token_ids are prompt and outputs so far. The next sampled token has
+    output index len(token_ids) - num_prompt_tokens."""
+
+    request_id: str
+    row: int
+    token_ids: Int32Column
+    block_table: Int32Column
+    num_computed_tokens: int
+    num_prompt_tokens: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One numbered step, checked by the codec for well-formed columns. Applied in this order: dropped_ids, added, appended,
+    then compute rows. num_tokens includes drafts; num_drafts is parallel to rows, or empty when no row has drafts."""
+
+    epoch: int
+    step_seq: int
+    fence_seq: int
+    processed_step_seq: int
+    dropped_ids: tuple[str, ...]
+    added: tuple[AddedRequest, ...]
+    appended_rows: Int32Column
+    appended_blocks: Int32Column
+    rows: Int32Column
+    num_tokens: Int32Column
+    num_drafts: Int32Column = field(default_factory=lambda: np.empty(0, np.int32))
+    draft_token_ids: Int32Column = field(default_factory=lambda: np.empty(0, np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step sampled: ids in row order; counts per row of the step (0 for a partial prefill), or None when every
+    sampling row has exactly one. A row samples unless known tokens remain to be computed after this step."""
+
+    sampled_token_ids: Int32Column
+    sampled_counts: Int32Column | None
+    num_rows_held: int
