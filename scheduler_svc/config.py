@@ -1,0 +1,364 @@
+"""Settings of the scheduler, the front end and `stepfence up`, read once at start and frozen.
+
+A value comes from the flag, else from STEPFENCE_<NAME> in the environment, else from the TOML file, else it is the
+default. `load` does the reading; the classes themselves touch neither environment nor files, so
+`SchedulerSettings(max_num_seqs=4)` means exactly that. Whatever is not understood is an error that names what was
+probably meant.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from scheduler_svc.retired_settings import REPLACEMENTS, WORKER_SETTINGS
+
+ENV_PREFIX: Final = "STEPFENCE_"
+_MAX_NUM_SEQS: Final = 128
+# Orchestrators put STEPFENCE_..._SERVICE_HOST, ..._PORT, ..._PORT_50051_TCP_ADDR and the like into every container
+# beside a service of that name.
+_INJECTED: Final = re.compile(r"^STEPFENCE_(.*_)?(SERVICE_HOST|(SERVICE_)?PORT(_.*)?)$")
+# Read by the commands themselves, not by a service: the settings file, the client commands' address, the model cache.
+_COMMAND_VARIABLES: Final = frozenset({"config", "target", "cache_dir"})
+_SECTIONS: Final = ("scheduler", "frontend", "worker", "up")
+
+LogFormat = Literal["auto", "json", "text"]
+
+
+class SettingsError(Exception):
+    """The settings cannot be used. The text names each setting at fault, where it came from and what to do."""
+
+
+def _address(value: str) -> str:
+    host, colon, port = value.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError("must be HOST:PORT, for example 127.0.0.1:50051 (port 0: any free one)")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ValueError("write an IPv6 host in brackets, for example [::1]:50051")
+    return value
+
+
+def _worker_address(value: str) -> str:
+    _address(value.removeprefix("dns:///"))
+    return value
+
+
+def _none(value: object) -> object:
+    return None if isinstance(value, str) and value.strip().lower() in ("", "none") else value
+
+
+def _split(value: object) -> object:
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+Address = Annotated[str, AfterValidator(_address)]
+WorkerAddresses = Annotated[
+    tuple[Annotated[str, AfterValidator(_worker_address)], ...], NoDecode, BeforeValidator(_split)
+]
+OptionalCount = Annotated[int | None, Field(ge=1), BeforeValidator(_none)]
+OptionalLimit = Annotated[int | None, Field(ge=0), BeforeValidator(_none)]
+OptionalAddress = Annotated[Address | None, BeforeValidator(_none)]
+OptionalPath = Annotated[Path | None, BeforeValidator(_none)]
+OptionalText = Annotated[str | None, BeforeValidator(_none)]
+
+
+class _Settings(BaseSettings):
+    """Frozen, nothing unknown; sources are combined by `load` only."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", env_prefix=ENV_PREFIX, env_ignore_empty=True, protected_namespaces=()
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)
+
+    @classmethod
+    def sections(cls) -> tuple[tuple[str, Mapping[str, str]], ...]:
+        """Sections of the TOML file it reads, later ones over earlier ones, each with keys that have another name here
+        ("" = does not apply here)."""
+        raise NotImplementedError
+
+    @classmethod
+    def load(cls, flags: Mapping[str, object] | None = None, config_file: Path | None = None) -> Self:
+        """Combine flags (by field name; None = not given), environment and TOML file.
+
+        config_file None: the one STEPFENCE_CONFIG names, if any. Raises SettingsError.
+        """
+        refuse_unknown_environment(os.environ)
+        given = {name: value for name, value in (flags or {}).items() if value is not None}
+        path = config_file or _path_or_none(os.environ.get(ENV_PREFIX + "CONFIG"))
+        from_file = {} if path is None else _read_sections(path, cls)
+        from_environment = EnvSettingsSource(cls)()
+        origins = {
+            **dict.fromkeys(from_file, f"in {path}"),
+            **dict.fromkeys(from_environment, "in the environment"),
+            **dict.fromkeys(given, "on the command line"),
+        }
+        try:
+            return cls(**{**from_file, **from_environment, **given})
+        except ValidationError as error:
+            raise SettingsError(_explain(error, origins)) from None
+
+
+class _Scheduling(_Settings):
+    """What the scheduler may be told about scheduling; shared by `scheduler` and `up`."""
+
+    block_size: int = Field(16, ge=1, description="Tokens per KV block; a multiple of every worker's unit.")
+    max_num_seqs: int = Field(
+        _MAX_NUM_SEQS, ge=1, description="Requests running at once, per worker. Unset: at most max_num_batched_tokens."
+    )
+    max_num_batched_tokens: int = Field(2048, ge=1, description="Most tokens of one step.")
+    max_model_len: OptionalCount = Field(
+        None, description="Longest sequence in tokens, prompt and output; none = the model's."
+    )
+    max_inflight_steps: int = Field(2, ge=1, le=64, description="Steps sent and not yet acknowledged, per worker.")
+    policy: Literal["fcfs", "priority"] = Field("fcfs", description="Order of the queue: fcfs or priority.")
+    enable_prefix_caching: bool = Field(True, description="Share KV blocks between requests with equal prefixes.")
+    enable_chunked_prefill: bool = Field(True, description="Let a prompt be computed over several steps.")
+    long_prefill_token_threshold: int = Field(
+        0, ge=0, description="Most tokens of one prompt in one step; 0 = up to the step's budget."
+    )
+    watermark: float = Field(0.0, ge=0.0, lt=1.0, description="Share of all KV blocks kept free at admission.")
+    prefill_schedule_interval: int = Field(
+        1, ge=1, description="Prompts start only every so many steps while others decode; 1 = every step."
+    )
+    num_speculative_tokens: int = Field(0, ge=0, description="Draft tokens per request and step; 0 = none.")
+    max_preemptions: OptionalLimit = Field(
+        3, description="Spare a request preempted this often while there is another victim; none = never spare."
+    )
+    max_queued_requests: int = Field(1024, ge=1, description="Waiting requests before new ones are refused.")
+    max_queued_tokens: int = Field(4_000_000, ge=1, description="Waiting prompt tokens before new ones are refused.")
+    max_fruitless_epochs: int = Field(
+        3, ge=0, description="Worker failures in a row a request may be part of before it fails; 0 = no limit."
+    )
+    no_worker_grace_s: float = Field(
+        30.0, ge=0, description="Seconds new requests still queue after the last worker was lost."
+    )
+    step_watchdog_s: float = Field(10.0, gt=0, description="Seconds a step may take before its worker counts as lost.")
+    first_steps_watchdog_s: float = Field(
+        120.0, gt=0, description="The same for the first three steps of a session, in seconds."
+    )
+    drain_deadline_s: float = Field(
+        30.0, ge=0, description="Seconds accepted requests may still take after a stop signal."
+    )
+    metrics_listen: OptionalAddress = Field(
+        "127.0.0.1:9400", description="HOST:PORT of the Prometheus metrics; none = no metrics."
+    )
+    record: OptionalPath = Field(None, description="File that receives events and decisions, for replay.")
+    log_format: LogFormat = Field("auto", description="auto (readable on a terminal, else JSON), json or text.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fit_sequences_into_a_step(cls, values: Any) -> Any:
+        # Every running request needs one token of each step: whoever lowers only the step means fewer sequences, too.
+        if isinstance(values, dict) and "max_num_batched_tokens" in values and "max_num_seqs" not in values:
+            budget = str(values["max_num_batched_tokens"])
+            if budget.isdigit() and 0 < int(budget) < _MAX_NUM_SEQS:
+                return {**values, "max_num_seqs": int(budget)}
+        return values
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running request needs one token of each step"
+            )
+        return self
+
+
+class SchedulerSettings(_Scheduling):
+    """Settings of `stepfence scheduler`. Times in seconds, lengths in tokens."""
+
+    listen: Address = Field("127.0.0.1:50052", description="HOST:PORT to listen on.")
+    worker: WorkerAddresses = Field(
+        (), description="Worker HOST:PORT, or dns:///HOST:PORT for every address of a name; repeatable."
+    )
+
+    @classmethod
+    def sections(cls) -> tuple[tuple[str, Mapping[str, str]], ...]:
+        return (("scheduler", {}),)
+
+
+class FrontendSettings(_Settings):
+    """Settings of `stepfence frontend`."""
+
+    listen: Address = Field("127.0.0.1:50051", description="HOST:PORT to listen on for clients.")
+    scheduler: Address = Field("127.0.0.1:50052", description="HOST:PORT of the scheduler.")
+    drain_deadline_s: float = Field(
+        30.0, ge=0, description="Seconds accepted requests may still take after a stop signal."
+    )
+    max_prompt_bytes: int = Field(1_048_576, ge=1, description="Longest prompt text in bytes of UTF-8.")
+    log_format: LogFormat = Field("auto", description="auto (readable on a terminal, else JSON), json or text.")
+
+    @classmethod
+    def sections(cls) -> tuple[tuple[str, Mapping[str, str]], ...]:
+        return (("frontend", {}),)
+
+
+class UpSettings(_Scheduling):
+    """Settings of `stepfence up`: all of the scheduler's, and of the front end and the workers what a person would set.
+
+    Worker settings that are None are left to the worker's own defaults.
+    """
+
+    listen: Address = Field("127.0.0.1:50051", description="HOST:PORT for clients (front end).")
+    scheduler_listen: Address = Field("127.0.0.1:50052", description="HOST:PORT of the scheduler.")
+    worker_listen: Address = Field(
+        "127.0.0.1:50061", description="HOST:PORT of the first worker; the others take the next ports."
+    )
+    workers: int = Field(1, ge=0, le=64, description="Worker processes to start.")
+    # Short by default, so that all parts have ended within 5 s of a Ctrl-C at a terminal.
+    drain_deadline_s: float = Field(3.0, ge=0, description="Seconds running requests may still take after Ctrl-C.")
+    max_prompt_bytes: int = Field(1_048_576, ge=1, description="Longest prompt text in bytes of UTF-8.")
+    model: str = Field("smollm2", description="Path of a model, or a known name; fetched when not there.")
+    runner: Literal["model", "scripted"] = Field("model", description="model, or scripted (no torch, made-up text).")
+    device: OptionalText = Field(None, description="cpu or cuda; none = the worker's default.")
+    dtype: OptionalText = Field(None, description="float32, bfloat16 or auto; none = the worker's default.")
+    num_blocks: OptionalCount = Field(
+        None, description="KV blocks per worker, the null block included; none = from kv_memory."
+    )
+    kv_memory: OptionalText = Field(
+        None, description="KV memory per worker, in bytes or as 1GiB; none = the worker's default."
+    )
+    gpu_memory_utilization: OptionalText = Field(None, description="Share of GPU memory a worker may use (cuda).")
+    threads: OptionalCount = Field(None, description="Threads per worker; none = the worker's default.")
+
+    @classmethod
+    def sections(cls) -> tuple[tuple[str, Mapping[str, str]], ...]:
+        return (
+            ("scheduler", {"listen": "scheduler_listen", "worker": "", "drain_deadline_s": ""}),
+            ("frontend", {"scheduler": "", "drain_deadline_s": ""}),
+            ("worker", {"listen": "worker_listen", "drain_deadline_s": "", "max_model_len": ""}),
+            ("up", {}),
+        )
+
+    def scheduler_settings(self, listen: str, workers: tuple[str, ...]) -> SchedulerSettings:
+        """The scheduler's part."""
+        shared = {name: getattr(self, name) for name in _Scheduling.model_fields}
+        return SchedulerSettings(listen=listen, worker=workers, **shared)
+
+    def frontend_settings(self, listen: str, scheduler: str) -> FrontendSettings:
+        """The front end's part."""
+        return FrontendSettings(
+            listen=listen,
+            scheduler=scheduler,
+            drain_deadline_s=self.drain_deadline_s,
+            max_prompt_bytes=self.max_prompt_bytes,
+            log_format=self.log_format,
+        )
+
+
+SERVICES: Final[dict[str, frozenset[str]]] = {
+    "scheduler": frozenset(SchedulerSettings.model_fields),
+    "frontend": frozenset(FrontendSettings.model_fields),
+    "worker": WORKER_SETTINGS,
+    "up": frozenset(UpSettings.model_fields),
+}
+
+
+def flag(name: str) -> str:
+    """The command line's spelling of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def refuse_unknown_environment(environ: Mapping[str, str]) -> None:
+    """Raise SettingsError when a STEPFENCE_* variable belongs to no part of Stepfence.
+
+    One environment often serves several parts, so a variable that another part knows is fine.
+    """
+    known = frozenset().union(*SERVICES.values()) | _COMMAND_VARIABLES
+    problems = [
+        f"{variable}: {advice(name, known, lambda other: ENV_PREFIX + other.upper())}"
+        for variable in sorted(environ)
+        if variable.startswith(ENV_PREFIX) and not _INJECTED.match(variable)
+        for name in [variable.removeprefix(ENV_PREFIX).lower()]
+        if name not in known
+    ]
+    if problems:
+        raise SettingsError("\n".join(problems))
+
+
+def advice(name: str, known: Iterable[str], spell: Any = str) -> str:
+    """What to say about a setting nobody knows: its replacement, the part that has it, or the nearest known names."""
+    if name in REPLACEMENTS:
+        return f"not a setting of Stepfence: {REPLACEMENTS[name]}"
+    owners = [service for service, names in SERVICES.items() if name in names and service != "up"]
+    if owners:
+        return f"a setting of the {' and the '.join(owners)}, not of this part"
+    near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
+    return "unknown setting" + (f"; did you mean {' or '.join(spell(other) for other in near)}?" if near else "")
+
+
+def _path_or_none(value: str | None) -> Path | None:
+    return Path(value) if value else None
+
+
+def _read_sections(path: Path, settings: type[_Settings]) -> dict[str, Any]:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: not a TOML file: {error}") from None
+    problems = _unknown_in_file(path, tables)
+    if problems:
+        raise SettingsError("\n".join(problems))
+    values: dict[str, Any] = {}
+    for section, renamed in settings.sections():
+        for key, value in tables.get(section, {}).items():
+            name = renamed.get(key, key)
+            if name:
+                values[name] = value
+    return values
+
+
+def _unknown_in_file(path: Path, tables: Mapping[str, Any]) -> list[str]:
+    problems = []
+    for section, table in tables.items():
+        if section not in _SECTIONS or not isinstance(table, dict):
+            names = ", ".join(f"[{name}]" for name in _SECTIONS)
+            problems.append(f"{path}: {section}: settings stand in one of the sections {names}")
+            continue
+        problems += [
+            f"{path}: [{section}] {key}: {advice(key, SERVICES[section])}"
+            for key in table
+            if key not in SERVICES[section]
+        ]
+    return problems
+
+
+def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
+    lines = []
+    for item in error.errors(include_url=False):
+        name = str(item["loc"][0]) if item["loc"] else ""
+        message = item["msg"].removeprefix("Value error, ")
+        if not name:
+            lines.append(message)
+        else:
+            lines.append(f"{name} ({origins.get(name, 'default')}): {message} (given: {item['input']!r})")
+    return "\n".join(lines)

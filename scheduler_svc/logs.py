@@ -1,0 +1,59 @@
+"""One form of log for every process of this side: JSON lines for machines, a readable line for a terminal.
+
+Facts travel as `extra`: `log.info("preempted", extra={"victim": "r1", "blocks": 3})`. They become fields of the JSON
+object and `key=value` on a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Final, TextIO
+
+_STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+
+
+def configure(log_format: str = "auto", *, stream: TextIO | None = None) -> None:
+    """Send all logs to stderr (or `stream`) as "json", as "text", or "auto": text on a terminal, else JSON.
+
+    Replaces handlers set before; may be called again.
+    """
+    target = sys.stderr if stream is None else stream
+    readable = log_format == "text" or (log_format == "auto" and target.isatty())
+    handler = logging.StreamHandler(target)
+    handler.setFormatter(_ReadableFormatter() if readable else _JsonFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+
+
+def _facts(record: logging.LogRecord) -> dict[str, object]:
+    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC)
+            .isoformat(timespec="milliseconds")
+            .replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        # A fact may not pass for one of the four above.
+        line.update({f"{name}_" if name in line else name: value for name, value in _facts(record).items()})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str, ensure_ascii=False)
+
+
+class _ReadableFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
+        facts = "".join(f"  {name}={value}" for name, value in _facts(record).items())
+        line = f"{moment} {record.levelname:<7} {record.getMessage()}{facts}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
