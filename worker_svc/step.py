@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
@@ -70,3 +71,26 @@ class StepOutput:
     sampled_token_ids: Int32Column
     sampled_counts: Int32Column | None
     num_rows_held: int
+
+
+class FailureKind(Enum):
+    """What a failed step means for the worker (proto StepErrorKind)."""
+
+    # State is void, a new epoch is awaited.
+    EXECUTION = "execution"
+    # The process exits after this answer.
+    DEVICE = "device"
+
+
+@dataclass(frozen=True, slots=True)
+class StepAnswer:
+    """The acknowledgement of one step: an output, or a failure with a message for people. Exactly one of the two is set."""
+
+    epoch: int
+    step_seq: int
+    output: StepOutput | None = None
+    failure: FailureKind | None = None
+    message: str = ""
+    # From receipt to launch, and from launch to the tokens.
+    staged_us: int = 0
+    executed_us: int = 0

@@ -35,6 +35,9 @@ class RunnerCapabilities:
     # Most drafts per row it verifies; 0: none.
     max_num_drafts: int = 0
     verifies_sampled_drafts: bool = False
+    # launch() returns while the step still runs: the next step is then launched before this one is collected, and collect()
+    # is called from a thread of its own. False: collect() follows launch() at once, in the same thread.
+    launches_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
