@@ -32,8 +32,28 @@ _MAX_NUM_SEQS: Final = 128
 # Orchestrators put STEPFENCE_..._SERVICE_HOST, ..._PORT, ..._PORT_50051_TCP_ADDR and the like into every container
 # beside a service of that name.
 _INJECTED: Final = re.compile(r"^STEPFENCE_(.*_)?(SERVICE_HOST|(SERVICE_)?PORT(_.*)?)$")
-# Read by the commands themselves, not by a service: the settings file, the client commands' address, the model cache.
-_COMMAND_VARIABLES: Final = frozenset({"config", "target", "cache_dir"})
+# Read by the commands themselves, not by a service: the settings file, the model cache, flags of `generate` and
+# `health`.
+_COMMAND_VARIABLES: Final = frozenset(
+    {
+        "config",
+        "cache_dir",
+        "target",
+        "max_tokens",
+        "min_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "ignore_eos",
+        "chat",
+        "priority",
+        "cache_salt",
+        "timeout",
+        "json",
+    }
+)
 _SECTIONS: Final = ("scheduler", "frontend", "worker", "up")
 
 LogFormat = Literal["auto", "json", "text"]
@@ -250,10 +270,11 @@ class UpSettings(_Scheduling):
 
     @classmethod
     def sections(cls) -> tuple[tuple[str, Mapping[str, str]], ...]:
+        # drain_deadline_s has a default of its own here, so only [up] sets it.
         return (
             ("scheduler", {"listen": "scheduler_listen", "worker": "", "drain_deadline_s": ""}),
             ("frontend", {"scheduler": "", "drain_deadline_s": ""}),
-            ("worker", {"listen": "worker_listen", "drain_deadline_s": "", "max_model_len": ""}),
+            ("worker", {"listen": "worker_listen", "drain_deadline_s": ""}),
             ("up", {}),
         )
 

@@ -1,0 +1,215 @@
+"""Flags of the commands that call a running Stepfence: generate, health, status, audit."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from scheduler_svc.cli.options import StrictCommand
+
+FRONT_END = "127.0.0.1:50051"
+SCHEDULER = "127.0.0.1:50052"
+
+_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+_Scheduler = Annotated[
+    str, typer.Option("--target", metavar="HOST:PORT", envvar="STEPFENCE_SCHEDULER", help="The scheduler.")
+]
+
+
+def _generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.", show_default=False)],
+    target: Annotated[
+        str, typer.Option("--target", metavar="HOST:PORT", envvar="STEPFENCE_TARGET", help="The front end.")
+    ] = FRONT_END,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            envvar="STEPFENCE_MAX_TOKENS",
+            show_default="as many as fit",
+            help="Most tokens to generate.",
+        ),
+    ] = None,
+    min_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            envvar="STEPFENCE_MIN_TOKENS",
+            show_default="0",
+            help="Do not stop before this many tokens.",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            envvar="STEPFENCE_TEMPERATURE",
+            show_default="the model's, else 1",
+            help="0 takes the likeliest token.",
+        ),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE", envvar="STEPFENCE_TOP_P", show_default="the model's, else 1", help="Nucleus sampling."
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            envvar="STEPFENCE_TOP_K",
+            show_default="the model's, else off",
+            help="Keep the k likeliest tokens.",
+        ),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            envvar="STEPFENCE_MIN_P",
+            show_default="the model's, else off",
+            help="Drop tokens less likely than this share of the likeliest.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            envvar="STEPFENCE_SEED",
+            show_default="drawn",
+            help="Same seed, same request: same tokens.",
+        ),
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", show_default="none", help="End before this text appears; repeatable."),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", envvar="STEPFENCE_IGNORE_EOS", help="Do not stop where the model would.")
+    ] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", envvar="STEPFENCE_CHAT", help="Send the prompt as a user's message of a chat.")
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", show_default="none", help="With --chat: a system message before it.")
+    ] = None,
+    priority: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            envvar="STEPFENCE_PRIORITY",
+            help="Lower is served first; needs the scheduler's policy priority.",
+        ),
+    ] = 0,
+    cache_salt: Annotated[
+        str,
+        typer.Option(
+            metavar="TEXT",
+            envvar="STEPFENCE_CACHE_SALT",
+            show_default="none",
+            help="Share cached prefixes only with requests of the same salt.",
+        ),
+    ] = "",
+    model: Annotated[
+        str, typer.Option(metavar="NAME", show_default="the served one", help="Refuse any other model than this.")
+    ] = "",
+    request_id: Annotated[
+        str, typer.Option(metavar="ID", show_default="drawn", help="Name of the request, for logs and Abort.")
+    ] = "",
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            metavar="SECONDS",
+            envvar="STEPFENCE_TIMEOUT",
+            show_default="none",
+            help="Deadline of the request.",
+        ),
+    ] = None,
+    json_lines: Annotated[
+        bool, typer.Option("--json", envvar="STEPFENCE_JSON", help="Print every event as a line of JSON.")
+    ] = False,
+) -> None:
+    """Generate text: it streams to standard output, its cost follows on standard error.
+
+    Exit codes: 0 ended by itself, 1 failed, 2 the request is wrong, 130 ended by Ctrl-C.
+    """
+    from scheduler_svc.cli import generate
+
+    options = generate.GenerateOptions(
+        prompt=sys.stdin.read() if prompt == "-" else prompt,
+        target=target,
+        chat=chat,
+        system=system,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+        priority=priority,
+        cache_salt=cache_salt,
+        model=model,
+        request_id=request_id,
+        timeout_s=timeout,
+        json_lines=json_lines,
+    )
+    raise typer.Exit(generate.run(options))
+
+
+def _health(
+    target: Annotated[
+        str, typer.Option("--target", metavar="HOST:PORT", envvar="STEPFENCE_TARGET", help="Any Stepfence process.")
+    ] = FRONT_END,
+    ready: Annotated[
+        bool, typer.Option("--ready", help="Ask whether it can serve, not only whether it lives.")
+    ] = False,
+    service: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            show_default="the process itself",
+            help="Full name of one service, for example stepfence.v1.WorkerService.",
+        ),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, metavar="SECONDS", help="How long to wait for the answer.")
+    ] = 3.0,
+) -> None:
+    """Check the health of a Stepfence process. Exit codes: 0 serving, 1 not serving or no answer, 2 wrong usage."""
+    from scheduler_svc.cli import health
+
+    answer = health.check(target, service if service is not None else None if ready else "", timeout)
+    typer.echo(answer.text, err=not answer.serving)
+    raise typer.Exit(0 if answer.serving else 1)
+
+
+def _status(target: _Scheduler = SCHEDULER, as_json: _AsJson = False) -> None:
+    """Show what the scheduler runs where, now."""
+    from scheduler_svc.cli import status
+
+    raise typer.Exit(status.show_status(target, as_json))
+
+
+def _audit(target: _Scheduler = SCHEDULER, as_json: _AsJson = False) -> None:
+    """Count every KV block of the scheduler. Exit codes: 0 consistent, 1 not."""
+    from scheduler_svc.cli import status
+
+    raise typer.Exit(status.show_audit(target, as_json))
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module."""
+    app.command("generate", cls=StrictCommand)(_generate)
+    app.command("health", cls=StrictCommand)(_health)
+    app.command("status", cls=StrictCommand)(_status)
+    app.command("audit", cls=StrictCommand)(_audit)

@@ -1,0 +1,173 @@
+"""`stepfence generate`: one request, its text on stdout as it comes, its cost on stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.json_format import MessageToDict
+
+from scheduler_svc.cli.rpc_errors import CallFailure, explain
+from stepfence.v1 import generation_service_pb2 as pb
+from stepfence.v1 import sampling_pb2
+from stepfence.v1.generation_service_pb2_grpc import GenerationServiceStub
+
+_OPTIONS = (("grpc.max_receive_message_length", 16 * 1024 * 1024), ("grpc.max_send_message_length", 16 * 1024 * 1024))
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """What the flags say. None and "" leave it to the server."""
+
+    prompt: str
+    target: str
+    chat: bool = False
+    system: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+    model: str = ""
+    request_id: str = ""
+    timeout_s: float | None = None
+    json_lines: bool = False
+
+
+def build_request(options: GenerateOptions) -> pb.GenerateRequest:
+    """The message for these options. Raises ValueError when a number does not fit its field."""
+    sampling = sampling_pb2.SamplingParams(stop=options.stop, ignore_eos=options.ignore_eos)
+    for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed"):
+        value = getattr(options, name)
+        if value is not None:
+            setattr(sampling, name, value)
+    request = pb.GenerateRequest(
+        request_id=options.request_id,
+        sampling=sampling,
+        priority=options.priority,
+        cache_salt=options.cache_salt,
+        model=options.model,
+    )
+    if options.chat:
+        if options.system:
+            request.chat.messages.add(role="system", content=options.system)
+        request.chat.messages.add(role="user", content=options.prompt)
+    else:
+        request.text = options.prompt
+    return request
+
+
+def run(options: GenerateOptions, out: TextIO | None = None, err: TextIO | None = None) -> int:
+    """Run one request to its end.
+
+    The value is the exit code: 0 ended by itself, 1 failed, 2 the request is wrong, 130 ended by Ctrl-C (the server is
+    told).
+    """
+    printer = _Printer(options.json_lines, out or sys.stdout, err or sys.stderr)
+    try:
+        request = build_request(options)
+    except ValueError as error:
+        printer.plain_error(str(error))
+        return 2
+    with grpc.insecure_channel(options.target, options=_OPTIONS) as channel:
+        call: Any = GenerationServiceStub(channel).Generate(request, timeout=options.timeout_s)
+        try:
+            for response in call:
+                printer.show(response)
+        except grpc.RpcError as error:
+            failure = explain(error, options.target)
+            printer.failed(failure)
+            return failure.exit_code
+        except KeyboardInterrupt:
+            call.cancel()
+            printer.plain_error("interrupted")
+            return 130
+        except BrokenPipeError:
+            # The reader of our output is gone (`| head`): end the request, quietly.
+            call.cancel()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            return 1
+    return 0
+
+
+class _Printer:
+    def __init__(self, json_lines: bool, out: TextIO, err: TextIO) -> None:
+        self._json_lines = json_lines
+        self._out = out
+        self._err = err
+        self._line_open = False
+
+    def show(self, response: pb.GenerateResponse) -> None:
+        if self._json_lines:
+            self._object(
+                MessageToDict(response, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+            )
+            return
+        event = response.WhichOneof("event")
+        if event == "delta" and response.delta.text:
+            self._out.write(response.delta.text)
+            self._out.flush()
+            self._line_open = not response.delta.text.endswith("\n")
+        elif event == "finished":
+            self._end_line()
+            reason = pb.FinishReason.Name(response.finished.reason).removeprefix("FINISH_REASON_").lower()
+            self._err.write(f"[{reason}] {describe_usage(response.finished.usage)}\n")
+
+    def failed(self, failure: CallFailure) -> None:
+        if self._json_lines:
+            told: dict[str, object] = {"status": failure.status, "reason": failure.reason, "message": failure.message}
+            if failure.usage is not None:
+                told["usage"] = MessageToDict(failure.usage, preserving_proto_field_name=True)
+            self._object({"error": told})
+        self._end_line()
+        for line in failure.lines():
+            self._err.write(line + "\n")
+        if failure.usage is not None:
+            self._err.write(f"[failed] {describe_usage(failure.usage)}\n")
+
+    def plain_error(self, message: str) -> None:
+        self._end_line()
+        self._err.write(f"error: {message}\n")
+
+    def _object(self, value: dict[str, object]) -> None:
+        self._out.write(json.dumps(value, ensure_ascii=False) + "\n")
+        self._out.flush()
+
+    def _end_line(self) -> None:
+        if self._line_open:
+            self._out.write("\n")
+            self._out.flush()
+            self._line_open = False
+
+
+def describe_usage(usage: pb.Usage) -> str:
+    """One line: tokens, then what waiting and preemption cost, when they cost anything."""
+    parts = [
+        f"{usage.num_prompt_tokens} prompt tokens"
+        + (f" ({usage.num_cached_tokens} cached)" if usage.num_cached_tokens else ""),
+        f"{usage.num_completion_tokens} completion tokens",
+        f"queued {_seconds(usage.queued)}",
+    ]
+    if usage.num_preemptions:
+        parts.append(
+            f"preempted {usage.num_preemptions}x for {_seconds(usage.preempted)}, "
+            f"{usage.num_recomputed_tokens} tokens computed again"
+        )
+    elif usage.num_recomputed_tokens:
+        parts.append(f"{usage.num_recomputed_tokens} tokens computed again")
+    return ", ".join(parts)
+
+
+def _seconds(duration: Duration) -> str:
+    return f"{duration.ToTimedelta().total_seconds():.3f} s"

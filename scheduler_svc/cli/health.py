@@ -1,0 +1,42 @@
+"""`stepfence health`: one health check as an exit code, for probes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+# Each kind of process serves one of these, and is ready when it says so.
+READY_SERVICES: Final = (
+    "stepfence.v1.GenerationService",
+    "stepfence.v1.SessionService",
+    "stepfence.v1.WorkerService",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HealthAnswer:
+    """serving False: not serving, unknown service or not reachable; text says which."""
+
+    serving: bool
+    text: str
+
+
+def check(target: str, service: str | None, timeout_s: float) -> HealthAnswer:
+    """Ask `target` about one service ("" = is the process alive); service None: whether whatever it serves is ready."""
+    with grpc.insecure_channel(target, options=(("grpc.enable_http_proxy", 0),)) as channel:
+        stub = HealthStub(channel)
+        for name in READY_SERVICES if service is None else (service,):
+            try:
+                answer = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=timeout_s)
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.NOT_FOUND:
+                    continue
+                return HealthAnswer(False, f"{target}: {error.code().name}: {error.details()}")
+            status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+            serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+            return HealthAnswer(serving, f"{target}: {name or 'process'}: {status}")
+    return HealthAnswer(False, f"{target}: serves {service or 'no Stepfence service'}? It says no")

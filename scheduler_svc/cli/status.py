@@ -1,0 +1,99 @@
+"""`stepfence status` and `stepfence audit`: what the scheduler says about itself."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from scheduler_svc.cli.rpc_errors import explain
+from stepfence.v1 import admin_service_pb2 as pb
+from stepfence.v1.admin_service_pb2_grpc import AdminServiceStub
+
+_TIMEOUT_S = 10.0
+
+
+def show_status(target: str, as_json: bool) -> int:
+    """Print what runs where. Exit code 0, or 1 when the scheduler does not answer."""
+    try:
+        with grpc.insecure_channel(target) as channel:
+            status = AdminServiceStub(channel).GetStatus(pb.GetStatusRequest(), timeout=_TIMEOUT_S)
+    except grpc.RpcError as error:
+        return _failed(error, target)
+    if as_json:
+        _print_json(status)
+    else:
+        _print_status(status)
+    return 0
+
+
+def show_audit(target: str, as_json: bool) -> int:
+    """Print the count of every KV block. Exit code 0 consistent, 1 not (or no answer)."""
+    try:
+        with grpc.insecure_channel(target) as channel:
+            audit = AdminServiceStub(channel).AuditKv(pb.AuditKvRequest(), timeout=_TIMEOUT_S)
+    except grpc.RpcError as error:
+        return _failed(error, target)
+    if as_json:
+        _print_json(audit)
+    else:
+        _print_audit(audit)
+    return 0 if all(rank.consistent for rank in audit.ranks) else 1
+
+
+def _failed(error: grpc.RpcError, target: str) -> int:
+    failure = explain(error, target)
+    print("\n".join(failure.lines()), file=sys.stderr)
+    return failure.exit_code
+
+
+def _print_json(message: Message) -> None:
+    told = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    print(json.dumps(told, ensure_ascii=False))
+
+
+def _print_status(status: pb.GetStatusResponse) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    state = "draining" if status.draining else "ready" if status.ready else f"not ready: {status.not_ready_cause}"
+    console.print(f"scheduler {status.version}, policy {status.policy}, {state}", markup=False)
+    console.print(
+        f"{status.num_running} running, {status.num_waiting} waiting, {status.num_skipped} put aside, "
+        f"{status.num_preemptions} preemptions, {status.num_requeued_after_worker_loss} requeued after a worker's loss"
+    )
+    ranks = Table("worker", "state", "epoch", "running", "rows", "blocks free", "parked", "steps sent", "acked")
+    for rank in status.ranks:
+        ranks.add_row(
+            rank.rank,
+            f"{rank.state}: {rank.cause}" if rank.cause else rank.state,
+            str(rank.epoch),
+            str(rank.num_running),
+            str(rank.num_rows_held),
+            f"{rank.num_free_blocks} of {max(rank.num_blocks - 1, 0)}",
+            str(rank.num_parked_blocks),
+            str(rank.sent_step_seq),
+            str(rank.acked_step_seq),
+        )
+    console.print(ranks)
+    for front_end in status.front_ends:
+        console.print(
+            f"front end {front_end.front_end_id}: {front_end.num_live_streams} streams, "
+            f"{front_end.num_live_requests} requests",
+            markup=False,
+        )
+
+
+def _print_audit(audit: pb.AuditKvResponse) -> None:
+    for rank in audit.ranks:
+        print(
+            f"{rank.rank}: {rank.usable} usable = {rank.free} free + {rank.held} held + {rank.parked} parked: "
+            + ("consistent" if rank.consistent else "NOT consistent")
+        )
+        for violation in rank.violations:
+            print(f"  {violation}")
+    print(f"{audit.num_live_requests} live requests")

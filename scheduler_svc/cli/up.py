@@ -1,0 +1,312 @@
+"""`stepfence up`: a scheduler, a front end and workers on this machine, as children of one process, until Ctrl-C.
+
+Start: ports are chosen (the next free one when one is taken), the model is fetched when it is a known name, the parts
+start all at once, and `up` waits until each says it is ready. Run: a worker that ends is started again, later each time
+it ends soon; requests wait meanwhile. The end of the scheduler or the front end ends everything: their clients have
+lost their streams, and somebody should look. End: SIGINT or SIGTERM ends the front end first (it finishes what it has
+accepted, up to the drain deadline), then the scheduler, then the workers; what is still there after its time is killed.
+A second signal kills at once.
+
+Exit codes: 0 ended as asked, 1 a part failed, 2 settings that cannot work, 3 drain deadline passed with work cut off,
+130 / 143 ended at once by a second SIGINT / SIGTERM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import grpc.aio
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from scheduler_svc.cli.delegates import worker_command
+from scheduler_svc.cli.options import as_flags
+from scheduler_svc.cli.part import Part, tethered
+from scheduler_svc.cli.ports import free_address
+from scheduler_svc.config import ENV_PREFIX, SERVICES, UpSettings, flag
+
+# Beyond the drain deadline: for exchanging last messages and leaving the process. The sum over the three kinds of parts
+# keeps the default end below five seconds.
+_LEAVE_S: Final = 0.5
+_RESTART_S: Final = (0.2, 0.5, 1.0, 2.0, 5.0)
+# A worker that lived this long was not a failed start.
+_SETTLED_S: Final = 30.0
+_POLL_S: Final = 0.1
+_REPORT_S: Final = 5.0
+_COLORS: Final = {"scheduler": "36", "frontend": "35", "worker": "32", "up": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Addresses:
+    frontend: str
+    scheduler: str
+    workers: tuple[str, ...]
+    metrics: str | None
+
+
+def run(settings: UpSettings) -> int:
+    """Start everything and stay until it ends; the value is the exit code."""
+    import uvloop
+
+    return uvloop.run(_Up(settings).run())
+
+
+class _Up:
+    def __init__(self, settings: UpSettings) -> None:
+        self._settings = settings
+        self._started = time.monotonic()
+        self._addresses = self._choose_addresses()
+        self._environment = _clean_environment()
+        self._stop = asyncio.Event()
+        self._signals: list[signal.Signals] = []
+        self._exit_code = 0
+        self._ready_once = False
+        self._scheduler, self._frontend, self._workers = self._parts()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+        if await self._fetch_model():
+            self._tasks = [
+                asyncio.create_task(self._keep_essential(self._scheduler)),
+                asyncio.create_task(self._keep_essential(self._frontend)),
+                *(asyncio.create_task(self._keep_worker(worker)) for worker in self._workers),
+                asyncio.create_task(self._announce_when_ready()),
+            ]
+            await self._stop.wait()
+        await self._end()
+        return self._exit_code
+
+    # --- start --------------------------------------------------------------------------------------------------------
+
+    def _choose_addresses(self) -> _Addresses:
+        settings, taken = self._settings, set[str]()
+        host, _, first = settings.worker_listen.rpartition(":")
+        wanted_ports = [int(first) + (index if int(first) else 0) for index in range(settings.workers)]
+        metrics = settings.metrics_listen
+        chosen = _Addresses(
+            frontend=free_address(settings.listen, taken),
+            scheduler=free_address(settings.scheduler_listen, taken),
+            workers=tuple(free_address(f"{host}:{port}", taken) for port in wanted_ports),
+            metrics=free_address(metrics, taken) if metrics else None,
+        )
+        for name, wanted, got in (
+            ("listen", settings.listen, chosen.frontend),
+            ("scheduler_listen", settings.scheduler_listen, chosen.scheduler),
+            ("metrics_listen", metrics, chosen.metrics),
+        ):
+            if wanted and got and wanted != got and not wanted.endswith(":0"):
+                _show("up", f"{wanted} is taken: using {got} instead ({flag(name)})")
+        return chosen
+
+    def _parts(self) -> tuple[Part, Part, list[Part]]:
+        at = self._addresses
+        log_format = "text" if self._settings.log_format == "auto" else self._settings.log_format
+        settings = self._settings.model_copy(update={"log_format": log_format, "metrics_listen": at.metrics})
+        program = [sys.executable, "-m", "scheduler_svc"]
+        scheduler = [*program, "scheduler", *as_flags(settings.scheduler_settings(at.scheduler, at.workers))]
+        frontend = [*program, "frontend", *as_flags(settings.frontend_settings(at.frontend, at.scheduler))]
+        workers = [
+            Part(
+                "worker" if len(at.workers) == 1 else f"worker-{index}",
+                worker_command("serve", "--listen", address, *_worker_flags(settings)),
+                self._environment,
+                _show,
+            )
+            for index, address in enumerate(at.workers)
+        ]
+        return (
+            Part("scheduler", scheduler, self._environment, _show),
+            Part("frontend", frontend, self._environment, _show),
+            workers,
+        )
+
+    async def _fetch_model(self) -> bool:
+        """Fetch a known model in the foreground, so that its progress shows. False: do not go on."""
+        model = self._settings.model
+        if self._settings.runner == "scripted" or not self._workers or os.sep in model or Path(model).exists():
+            return True
+        process = await asyncio.create_subprocess_exec(
+            *tethered(worker_command("fetch-model", model)), env=self._environment, start_new_session=True
+        )
+        ended = asyncio.create_task(process.wait())
+        stopped = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not ended.done():
+            process.terminate()
+            await ended
+            return False
+        if code := ended.result():
+            _show("up", f"the model {model} could not be fetched (exit code {code})")
+            self._exit_code = 2 if code == 2 else 1
+        return code == 0
+
+    async def _announce_when_ready(self) -> None:
+        """Wait for every part; say what is being waited for, and in the end how to call it."""
+        at = self._addresses
+        pending = {
+            "scheduler": (at.scheduler, ""),
+            **{
+                worker.name: (address, "stepfence.v1.WorkerService")
+                for worker, address in zip(self._workers, at.workers, strict=True)
+            },
+            "frontend": (at.frontend, "stepfence.v1.GenerationService" if self._workers else ""),
+        }
+        reported = time.monotonic()
+        while pending:
+            for name, (address, service) in list(pending.items()):
+                if await _is_serving(address, service):
+                    del pending[name]
+            if pending and time.monotonic() - reported > _REPORT_S:
+                reported = time.monotonic()
+                _show("up", f"waiting for {', '.join(pending)} ({reported - self._started:.0f} s)")
+            await asyncio.sleep(_POLL_S)
+        self._ready_once = True
+        for line in self._how_to_call():
+            _show("up", line)
+
+    def _how_to_call(self) -> list[str]:
+        address = self._addresses.frontend
+        seconds = time.monotonic() - self._started
+        if not self._workers:
+            return [f"up after {seconds:.1f} s, without workers (--workers 0); the front end listens on {address}"]
+        command = _own_name()
+        target = "" if address == "127.0.0.1:50051" else f" --target {address}"
+        body = '{"request": {"text": "The capital of France is", "sampling": {"max_tokens": 16, "temperature": 0}}}'
+        method = "stepfence.v1.GenerationService/Complete"
+        buf = shutil.which("buf") or shutil.which("buf", path=str(Path(sys.executable).parent))
+        if buf:
+            protocol = "--protocol grpc --http2-prior-knowledge"
+            call = f"{_shorten(buf)} curl {protocol} -d '{body}' http://{address}/{method}"
+        else:
+            call = f"grpcurl -plaintext -d '{body}' {address} {method}"
+        return [
+            f"ready after {seconds:.1f} s: clients call {address} (no encryption, no authentication)",
+            f'  {command} generate "The capital of France is" --max-tokens 16 --temperature 0{target}',
+            f"  {call}",
+            "Ctrl-C ends it.",
+        ]
+
+    # --- run ----------------------------------------------------------------------------------------------------------
+
+    async def _keep_essential(self, part: Part) -> None:
+        await part.start()
+        code = await part.wait()
+        if not self._stop.is_set():
+            _show("up", f"the {part.name} ended ({_ending(code)}): ending everything; its last lines say why")
+            self._fail(code)
+
+    async def _keep_worker(self, worker: Part) -> None:
+        failures = 0
+        while not self._stop.is_set():
+            born = time.monotonic()
+            await worker.start()
+            code = await worker.wait()
+            if self._stop.is_set():
+                return
+            if not self._ready_once and code in (1, 2):
+                _show("up", f"the {worker.name} could not start ({_ending(code)}): its last lines say why")
+                self._fail(code)
+                return
+            failures = 0 if time.monotonic() - born > _SETTLED_S else failures + 1
+            pause = _RESTART_S[min(failures, len(_RESTART_S) - 1)]
+            _show("up", f"the {worker.name} ended ({_ending(code)}): starting it again in {pause:g} s; requests wait")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), pause)
+
+    def _fail(self, code: int) -> None:
+        self._exit_code = 2 if code == 2 and not self._ready_once else 1
+        self._stop.set()
+
+    # --- end ----------------------------------------------------------------------------------------------------------
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        self._signals.append(number)
+        if len(self._signals) == 1:
+            _show("up", f"{number.name}: ending; once more ends at once")
+            self._stop.set()
+            return
+        self._exit_code = 128 + number
+        for part in (self._frontend, self._scheduler, *self._workers):
+            part.signal(signal.SIGKILL)
+
+    async def _end(self) -> None:
+        deadline = self._settings.drain_deadline_s
+        codes = [await self._frontend.end(deadline + _LEAVE_S), await self._scheduler.end(2 * _LEAVE_S)]
+        await asyncio.gather(*(worker.end(_LEAVE_S) for worker in self._workers))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._exit_code == 0 and 3 in codes:
+            _show("up", "the drain deadline passed: some requests were cut off")
+            self._exit_code = 3
+
+
+def _worker_flags(settings: UpSettings) -> list[str]:
+    arguments: list[str] = []
+    for name in ("model", "runner", "device", "dtype", "num_blocks", "kv_memory", "gpu_memory_utilization", "threads"):
+        value = getattr(settings, name)
+        if value is not None:
+            arguments += [flag(name), str(value)]
+    for name in ("drain_deadline_s", "log_format"):
+        arguments += [flag(name), str(getattr(settings, name))]
+    return arguments
+
+
+def _clean_environment() -> dict[str, str]:
+    """The environment without settings: `up` has read them, and its parts get all of theirs as flags."""
+    settings = {ENV_PREFIX + name.upper() for names in SERVICES.values() for name in names} | {ENV_PREFIX + "CONFIG"}
+    return {name: value for name, value in os.environ.items() if name not in settings}
+
+
+async def _is_serving(address: str, service: str) -> bool:
+    async with grpc.aio.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
+        try:
+            answer = await HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=2.0)
+        except grpc.RpcError:
+            return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _own_name() -> str:
+    found = shutil.which("stepfence")
+    if found and Path(found).parent == Path(sys.executable).parent:
+        return "stepfence"
+    installed = Path(sys.executable).parent / "stepfence"
+    return _shorten(str(installed)) if installed.exists() else f"{shlex.quote(sys.executable)} -m scheduler_svc"
+
+
+def _shorten(path: str) -> str:
+    with contextlib.suppress(ValueError):
+        return str(Path(path).relative_to(Path.cwd()))
+    return path
+
+
+def _ending(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _show(name: str, line: str) -> None:
+    """One line of the merged log, marked with the part it comes from; JSON lines stay whole."""
+    if line.startswith("{"):
+        text = line
+    elif sys.stderr.isatty():
+        color = _COLORS.get(name.split("-", 1)[0], "0")
+        text = f"\x1b[{color}m{name:>9}\x1b[0m {line}"
+    else:
+        text = f"{name:>9} {line}"
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
