@@ -1,8 +1,23 @@
 #!/usr/bin/env bash
-# Generate the Python beside the protos (committed; `make proto`). With a folder as argument: generate there instead,
-# for the freshness check.
+# Generate the Python beside the protos (committed). With --check: generate elsewhere and say whether what is committed is
+# what the protos give.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
-out=${1:-.}
-python -m grpc_tools.protoc -I . --python_out="$out" --grpc_python_out="$out" --mypy_out="quiet:$out" --mypy_grpc_out="quiet:$out" \
-  stepfence/v1/*.proto
+
+generate() {
+  python -m grpc_tools.protoc -I . \
+    --python_out="$1" --grpc_python_out="$1" --mypy_out="quiet:$1" --mypy_grpc_out="quiet:$1" \
+    stepfence/v1/*.proto
+}
+
+if [[ ${1:-} != --check ]]; then
+  generate .
+  exit
+fi
+fresh=$(mktemp -d)
+trap 'rm -rf "$fresh"' EXIT
+generate "$fresh"
+if ! diff -r -q -x '*.proto' -x '__init__.py' -x '__pycache__' "$fresh/stepfence" stepfence; then
+  echo "The generated code is not what the protos give: run make proto." >&2
+  exit 1
+fi
