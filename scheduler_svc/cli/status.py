@@ -56,35 +56,23 @@ def _print_json(message: Message) -> None:
 
 
 def _print_status(status: pb.GetStatusResponse) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
     state = "draining" if status.draining else "ready" if status.ready else f"not ready: {status.not_ready_cause}"
-    console.print(f"scheduler {status.version}, policy {status.policy}, {state}", markup=False)
-    console.print(
-        f"{status.num_running} running, {status.num_waiting} waiting, {status.num_skipped} put aside, "
+    print(f"scheduler {status.version}, policy {status.policy}, {state}")
+    print(
+        f"{status.num_running} running, {status.num_waiting} waiting, {status.num_skipped} put aside; "
         f"{status.num_preemptions} preemptions, {status.num_requeued_after_worker_loss} requeued after a worker's loss"
     )
-    ranks = Table("worker", "state", "epoch", "running", "rows", "blocks free", "parked", "steps sent", "acked")
     for rank in status.ranks:
-        ranks.add_row(
-            rank.rank,
-            f"{rank.state}: {rank.cause}" if rank.cause else rank.state,
-            str(rank.epoch),
-            str(rank.num_running),
-            str(rank.num_rows_held),
-            f"{rank.num_free_blocks} of {max(rank.num_blocks - 1, 0)}",
-            str(rank.num_parked_blocks),
-            str(rank.sent_step_seq),
-            str(rank.acked_step_seq),
+        cause = f" ({rank.cause})" if rank.cause else ""
+        print(
+            f"worker {rank.rank}: {rank.state}{cause}, epoch {rank.epoch}, {rank.num_running} running, "
+            f"{rank.num_rows_held} rows, {rank.num_free_blocks} of {max(rank.num_blocks - 1, 0)} blocks free, "
+            f"{rank.num_parked_blocks} parked, {rank.sent_step_seq} steps sent, {rank.acked_step_seq} acknowledged"
         )
-    console.print(ranks)
     for front_end in status.front_ends:
-        console.print(
+        print(
             f"front end {front_end.front_end_id}: {front_end.num_live_streams} streams, "
-            f"{front_end.num_live_requests} requests",
-            markup=False,
+            f"{front_end.num_live_requests} requests"
         )
 
 

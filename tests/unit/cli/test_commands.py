@@ -1,0 +1,133 @@
+"""The command line as a person meets it: flags, help, errors and exit codes, in processes of its own where that
+matters."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from scheduler_svc.cli import app as cli
+from scheduler_svc.cli.options import as_flags, refuse_unknown_flags
+from scheduler_svc.config import FrontendSettings, SchedulerSettings, SettingsError, UpSettings
+
+
+def _run(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "scheduler_svc", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **(environment or {})},
+    )
+
+
+def _capture(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, list[object]]:
+    """Run the command line in this process with the services replaced by a note of their settings."""
+    seen: list[object] = []
+
+    def note(settings: object) -> int:
+        seen.append(settings)
+        return 7
+
+    from scheduler_svc import server
+    from scheduler_svc.cli import up
+    from scheduler_svc.frontend import server as frontend_server
+
+    for module in (server, frontend_server, up):
+        monkeypatch.setattr(module, "run", note)
+    monkeypatch.setattr(sys, "argv", ["stepfence", *arguments])
+    return cli.main(), seen
+
+
+def test_flags_become_settings_and_the_services_exit_code_is_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, seen = _capture(
+        monkeypatch,
+        *("scheduler", "--worker", "a:1", "--worker", "dns:///b:2", "--block-size=8", "--no-enable-prefix-caching"),
+    )
+    assert code == 7
+    assert seen == [SchedulerSettings(worker=("a:1", "dns:///b:2"), block_size=8, enable_prefix_caching=False)]
+
+
+def test_every_setting_survives_the_way_over_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = SchedulerSettings(worker=("a:1", "b:2"), max_preemptions=None, metrics_listen=None, watermark=0.5)
+    assert _capture(monkeypatch, "scheduler", *as_flags(scheduler)) == (7, [scheduler])
+    frontend = FrontendSettings(listen="127.0.0.1:0", max_prompt_bytes=5)
+    assert _capture(monkeypatch, "frontend", *as_flags(frontend)) == (7, [frontend])
+
+
+def test_up_takes_the_settings_of_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, seen = _capture(
+        monkeypatch, "up", "--runner", "scripted", "--workers", "2", "--num-blocks", "64", "--policy", "priority"
+    )
+    assert code == 7
+    assert seen == [UpSettings(runner="scripted", workers=2, num_blocks=64, policy="priority")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("scheduler", "--max-num-seq", "4"), "--max-num-seq: unknown setting; did you mean --max-num-seqs"),
+        (("scheduler", "--swap-space", "4"), "--swap-space: not a setting of Stepfence: a preempted request"),
+        (("up", "--num-scheduler-steps=8"), "use max_inflight_steps"),
+        (("scheduler", "--gpu-memory-utilization", "0.5"), "a setting of the worker, not of this part"),
+        (("frontend", "--block-size", "8"), "a setting of the scheduler, not of this part"),
+        (("scheduler", "--block-size", "none"), "block_size (on the command line)"),
+        (("scheduler", "--config", "/no/such/file.toml"), "/no/such/file.toml: cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_said_and_exits_with_2(
+    arguments: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, seen = _capture(monkeypatch, *arguments)
+    assert (code, seen) == (2, [])
+    assert told in capsys.readouterr().err
+
+
+def test_flags_after_a_double_dash_are_the_prompts_business() -> None:
+    refuse_unknown_flags(["--seed", "1", "--", "--unknown"], {"--seed"})
+    with pytest.raises(SettingsError, match="--seeds"):
+        refuse_unknown_flags(["--seeds", "--"], {"--seed"})
+
+
+@pytest.mark.parametrize("command", ["up", "scheduler", "frontend"])
+def test_help_names_every_flag_with_its_default_and_no_flag_is_cut(command: str) -> None:
+    answer = _run(command, "--help", environment={"COLUMNS": "80"})
+    assert answer.returncode == 0
+    fields = {
+        "up": UpSettings.model_fields,
+        "scheduler": SchedulerSettings.model_fields,
+        "frontend": FrontendSettings.model_fields,
+    }[command]
+    words = answer.stdout.split()
+    for name in fields:
+        assert f"--{name.replace('_', '-')}" in words, name
+    assert answer.stdout.count("default:") >= len(fields)
+    assert "STEPFENCE_CONFIG" in answer.stdout and "[scheduler]" in answer.stdout
+
+
+def test_without_a_command_there_is_help_and_the_version_is_printed() -> None:
+    assert "Usage:" in _run().stdout + _run().stderr
+    assert _run("--version").stdout.startswith("stepfence ")
+    assert _run("no-such-command").returncode == 2
+
+
+def test_worker_flags_reach_the_worker_untouched() -> None:
+    answer = _run("worker", "--no-such-flag", "1")
+    assert answer.returncode == 2
+    assert "--no-such-flag" in answer.stderr
+
+
+def test_the_worker_and_fetch_model_explain_themselves() -> None:
+    assert "--num-blocks" in _run("worker", "--help").stdout
+    assert _run("fetch-model", "--help").returncode == 0
+    unknown = _run("fetch-model", "no-such-model")
+    assert unknown.returncode != 0 and "smollm2" in unknown.stderr + unknown.stdout
+
+
+def test_scenarios_that_do_not_exist_are_an_error() -> None:
+    answer = _run("scenario", "run", "/no/such/file.json")
+    assert answer.returncode != 0 and "/no/such/file.json" in answer.stderr

@@ -1,0 +1,71 @@
+"""Logs: JSON lines with facts as fields, readable on a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from scheduler_svc import logs
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _keep_root_logger() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
+
+
+def _logged(log_format: str, stream: io.StringIO) -> str:
+    logs.configure(log_format, stream=stream)
+    logging.getLogger("stepfence.test").info(
+        "preempted %s", "r1", extra={"victim": "r1", "blocks": 3, "level": "low", "name_": "삼겹살"}
+    )
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(("log_format", "stream"), [("json", _Terminal()), ("auto", io.StringIO())])
+def test_json_lines_carry_facts_as_fields(log_format: str, stream: io.StringIO) -> None:
+    line = json.loads(_logged(log_format, stream))
+    assert line["message"] == "preempted r1" and line["victim"] == "r1" and line["blocks"] == 3
+    assert line["level"] == "info" and line["level_"] == "low"
+    assert line["name_"] == "삼겹살"
+    assert line["logger"] == "stepfence.test" and line["time"].endswith("Z")
+
+
+@pytest.mark.parametrize(("log_format", "stream"), [("text", io.StringIO()), ("auto", _Terminal())])
+def test_a_terminal_gets_readable_lines(log_format: str, stream: io.StringIO) -> None:
+    line = _logged(log_format, stream)
+    assert "INFO" in line and "preempted r1  victim=r1  blocks=3" in line and not line.startswith("{")
+
+
+@pytest.mark.parametrize("log_format", ["json", "text"])
+def test_a_traceback_is_part_of_the_record(log_format: str) -> None:
+    stream = io.StringIO()
+    logs.configure(log_format, stream=stream)
+    try:
+        raise KeyError("gone")
+    except KeyError:
+        logging.getLogger("stepfence.test").exception("failed", extra={"path": io.StringIO})
+    text = stream.getvalue()
+    assert "KeyError: 'gone'" in text and "Traceback" in text
+    if log_format == "json":
+        assert text.count("\n") == 1
+
+
+def test_configuring_again_does_not_double_lines() -> None:
+    first, second = io.StringIO(), io.StringIO()
+    logs.configure("json", stream=first)
+    assert _logged("json", second).count("\n") == 1
+    assert first.getvalue() == ""

@@ -1,0 +1,124 @@
+"""The parts of `stepfence up`: their ports, their log lines, their end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from scheduler_svc.cli.part import Part, tethered
+from scheduler_svc.cli.ports import free_address
+from scheduler_svc.config import SettingsError
+
+_PATIENCE_S = 30.0
+
+
+def _part(code: str) -> tuple[Part, list[tuple[str, str]]]:
+    lines: list[tuple[str, str]] = []
+    part = Part("worker", [sys.executable, "-u", "-c", code], dict(os.environ), lambda *line: lines.append(line))
+    return part, lines
+
+
+async def _until(lines: list[tuple[str, str]], text: str) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while not any(text in line for _, line in lines):
+        assert time.monotonic() < deadline, lines
+        await asyncio.sleep(0.01)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_taken_port_gives_the_next_one() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        chosen: set[str] = set()
+        first = free_address(f"127.0.0.1:{port}", chosen)
+        second = free_address(f"127.0.0.1:{port}", chosen)
+    assert port < int(first.rpartition(":")[2]) < int(second.rpartition(":")[2])
+    assert chosen == {first, second}
+
+
+def test_port_zero_gives_any_free_port_and_a_strange_host_is_an_error() -> None:
+    assert int(free_address("127.0.0.1:0", set()).rpartition(":")[2]) > 0
+    with pytest.raises(SettingsError, match=r"192\.0\.2\.1:50051: no port from 50051 on"):
+        free_address("192.0.2.1:50051", set())
+
+
+async def test_output_is_passed_on_line_by_line_to_the_last_piece() -> None:
+    part, lines = _part("import sys; print('one'); print('x' * 3_000_000); sys.stderr.write('rest')")
+    await part.start()
+    assert await part.wait() == 0
+    texts = [line for name, line in lines if name == "worker"]
+    assert texts[0] == "one" and texts[-1] == "rest"
+    assert "".join(texts[1:-1]) == "x" * 3_000_000
+
+
+async def test_a_part_is_asked_to_end_and_its_exit_code_is_told() -> None:
+    part, lines = _part(
+        "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\nprint('up')\ntime.sleep(600)"
+    )
+    await part.start()
+    await _until(lines, "up")
+    assert part.exit_code is None
+    assert await part.end(_PATIENCE_S) == 3 == part.exit_code
+
+
+async def test_a_part_that_does_not_end_is_killed_with_all_it_started() -> None:
+    part, lines = _part(
+        "import signal, subprocess, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print('child', child.pid)\ntime.sleep(600)"
+    )
+    await part.start()
+    await _until(lines, "child")
+    child = int(lines[0][1].split()[1])
+    assert await part.end(0.2) == -signal.SIGKILL
+    deadline = time.monotonic() + _PATIENCE_S
+    while _is_alive(child):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def test_a_part_that_never_started_ends_at_once() -> None:
+    part, _ = _part("")
+    assert await part.end(1.0) is None and part.exit_code is None
+    part.signal(signal.SIGTERM)
+
+
+def test_parts_do_not_outlive_a_killed_parent() -> None:
+    child = tethered([sys.executable, "-u", "-c", "import os, time; print(os.getpid()); time.sleep(600)"])
+    child[child.index("scheduler_svc.cli.tether") + 1] = "PARENT"
+    code = (
+        f"import os, subprocess, time\nchild = {child!r}\n"
+        "child[child.index('PARENT')] = str(os.getpid())\nsubprocess.Popen(child)\ntime.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert _is_alive(pid)
+        parent.kill()
+        parent.wait()
+        deadline = time.monotonic() + _PATIENCE_S
+        while _is_alive(pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_a_part_whose_parent_is_gone_already_does_not_start() -> None:
+    command = [sys.executable, "-m", "scheduler_svc.cli.tether", "1", sys.executable, "-c", "print('started')"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (answer.returncode, answer.stdout) == (1, "")

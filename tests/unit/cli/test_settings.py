@@ -1,0 +1,192 @@
+"""Settings: where values come from, and that nothing unknown passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scheduler_svc.config import SERVICES, FrontendSettings, SchedulerSettings, SettingsError, UpSettings
+from scheduler_svc.retired_settings import REPLACEMENTS, WORKER_SETTINGS
+
+
+def _file(folder: Path, text: str) -> Path:
+    path = folder / "stepfence.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _problems(message: pytest.ExceptionInfo[SettingsError]) -> str:
+    return str(message.value)
+
+
+def test_flags_win_over_the_environment_and_the_environment_over_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _file(tmp_path, "[scheduler]\nblock_size = 8\nmax_num_seqs = 3\nwatermark = 0.25\n")
+    monkeypatch.setenv("STEPFENCE_BLOCK_SIZE", "32")
+    monkeypatch.setenv("STEPFENCE_MAX_NUM_SEQS", "5")
+    loaded = SchedulerSettings.load({"block_size": "64"}, path)
+    assert (loaded.block_size, loaded.max_num_seqs, loaded.watermark) == (64, 5, 0.25)
+
+
+def test_the_file_can_be_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPFENCE_CONFIG", str(_file(tmp_path, "[frontend]\nmax_prompt_bytes = 10\n")))
+    assert FrontendSettings.load().max_prompt_bytes == 10
+
+
+def test_classes_by_themselves_do_not_read_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPFENCE_BLOCK_SIZE", "32")
+    assert SchedulerSettings().block_size == 16
+
+
+def test_workers_are_listed_with_commas_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPFENCE_WORKER", "a:1, dns:///workers:50061")
+    assert SchedulerSettings.load().worker == ("a:1", "dns:///workers:50061")
+
+
+@pytest.mark.parametrize("word", ["none", "None", ""])
+def test_none_can_be_written(word: str) -> None:
+    loaded = SchedulerSettings.load({"max_preemptions": word, "metrics_listen": word, "max_model_len": word})
+    assert (loaded.max_preemptions, loaded.metrics_listen, loaded.max_model_len) == (None, None, None)
+
+
+def test_an_unknown_environment_variable_names_the_nearest_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPFENCE_MAX_NUM_SEQ", "4")
+    with pytest.raises(SettingsError) as error:
+        SchedulerSettings.load()
+    assert "STEPFENCE_MAX_NUM_SEQ: unknown setting; did you mean STEPFENCE_MAX_NUM_SEQS" in _problems(error)
+
+
+def test_an_unknown_key_of_the_file_names_the_nearest_setting_of_its_section(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError) as error:
+        SchedulerSettings.load({}, _file(tmp_path, "[scheduler]\nmax_inflight_step = 1\n"))
+    assert "[scheduler] max_inflight_step: unknown setting; did you mean max_inflight_steps" in _problems(error)
+
+
+@pytest.mark.parametrize("text", ["block_size = 16\n", "[schedule]\nblock_size = 16\n", "[[scheduler]]\n"])
+def test_a_setting_outside_a_section_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(SettingsError, match=r"one of the sections \[scheduler\]"):
+        SchedulerSettings.load({}, _file(tmp_path, text))
+
+
+@pytest.mark.parametrize("text", ["[scheduler\n", "\udcff"])
+def test_a_broken_or_missing_file_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "stepfence.toml"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(SettingsError, match="stepfence.toml"):
+        SchedulerSettings.load({}, path)
+    with pytest.raises(SettingsError, match="no-such.toml"):
+        SchedulerSettings.load({}, tmp_path / "no-such.toml")
+
+
+def test_every_problem_is_told_with_its_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPFENCE_BLOCK_SIZE", "0")
+    path = _file(tmp_path, "[scheduler]\nwatermark = 1.5\n")
+    with pytest.raises(SettingsError) as error:
+        SchedulerSettings.load({"policy": "lifo"}, path)
+    told = _problems(error)
+    assert "block_size (in the environment)" in told
+    assert f"watermark (in {path})" in told
+    assert "policy (on the command line)" in told and "'lifo'" in told
+
+
+@pytest.mark.parametrize(("name", "advice"), sorted(REPLACEMENTS.items()))
+def test_a_setting_of_another_system_says_what_to_use(name: str, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"STEPFENCE_{name.upper()}", "1")
+    if name in ("port", "target"):
+        # STEPFENCE_PORT is what an orchestrator injects; STEPFENCE_TARGET belongs to client commands.
+        SchedulerSettings.load()
+        return
+    with pytest.raises(SettingsError) as error:
+        SchedulerSettings.load()
+    assert f"STEPFENCE_{name.upper()}: not a setting of Stepfence: {advice}" in _problems(error)
+
+
+def test_a_worker_setting_in_the_schedulers_section_says_whose_it_is(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="gpu_memory_utilization: a setting of the worker"):
+        SchedulerSettings.load({}, _file(tmp_path, "[scheduler]\ngpu_memory_utilization = 0.5\n"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "STEPFENCE_SERVICE_HOST",
+        "STEPFENCE_PORT",
+        "STEPFENCE_SCHEDULER_SERVICE_HOST",
+        "STEPFENCE_SCHEDULER_SERVICE_PORT",
+        "STEPFENCE_SCHEDULER_SERVICE_PORT_GRPC",
+        "STEPFENCE_SCHEDULER_PORT",
+        "STEPFENCE_SCHEDULER_PORT_50052_TCP",
+        "STEPFENCE_SCHEDULER_PORT_50052_TCP_ADDR",
+    ],
+)
+def test_what_an_orchestrator_injects_is_ignored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "tcp://10.0.0.1:50052")
+    assert SchedulerSettings.load() == SchedulerSettings()
+
+
+@pytest.mark.parametrize("address", ["", "50051", "host", "host:", ":1", "host:x", "host:65536", "::1:50051"])
+def test_an_address_that_cannot_be_is_refused(address: str) -> None:
+    with pytest.raises(SettingsError, match="HOST:PORT|IPv6"):
+        FrontendSettings.load({"listen": address})
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "[::1]:50051", "worker-1.local:65535"])
+def test_an_address_that_can_be_is_taken(address: str) -> None:
+    assert FrontendSettings.load({"listen": address}).listen == address
+
+
+def test_a_small_step_means_few_sequences_unless_told_otherwise() -> None:
+    assert SchedulerSettings.load({"max_num_batched_tokens": "16"}).max_num_seqs == 16
+    assert SchedulerSettings.load({"max_num_batched_tokens": "4096"}).max_num_seqs == 128
+    with pytest.raises(SettingsError, match=r"max_num_batched_tokens \(16\) must be at least max_num_seqs \(32\)"):
+        SchedulerSettings.load({"max_num_batched_tokens": "16", "max_num_seqs": "32"})
+
+
+def test_up_takes_each_part_from_its_section_and_its_own_section_wins(tmp_path: Path) -> None:
+    path = _file(
+        tmp_path,
+        "[scheduler]\nlisten='127.0.0.1:1'\nblock_size=8\nworker=['a:1']\n"
+        "[frontend]\nlisten='127.0.0.1:2'\nscheduler='b:2'\n"
+        "[worker]\nlisten='127.0.0.1:3'\nmodel='tiny'\n"
+        "[up]\nworkers=2\nblock_size=4\n",
+    )
+    loaded = UpSettings.load({}, path)
+    assert (loaded.scheduler_listen, loaded.listen, loaded.worker_listen) == (
+        "127.0.0.1:1",
+        "127.0.0.1:2",
+        "127.0.0.1:3",
+    )
+    assert (loaded.model, loaded.workers, loaded.block_size) == ("tiny", 2, 4)
+
+
+def test_up_hands_every_scheduling_setting_on() -> None:
+    given = UpSettings.load({"policy": "priority", "max_inflight_steps": "3", "max_preemptions": "none"})
+    scheduler = given.scheduler_settings("127.0.0.1:9", ("127.0.0.1:10",))
+    assert (scheduler.policy, scheduler.max_inflight_steps, scheduler.max_preemptions) == ("priority", 3, None)
+    assert (scheduler.listen, scheduler.worker) == ("127.0.0.1:9", ("127.0.0.1:10",))
+    for name in SchedulerSettings.model_fields:
+        if name not in ("listen", "worker"):
+            assert getattr(scheduler, name) == getattr(given, name)
+
+
+def test_settings_cannot_change_after_the_start() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        SchedulerSettings().block_size = 4  # type: ignore[misc]
+
+
+def test_every_setting_says_what_it_is() -> None:
+    for settings in (SchedulerSettings, FrontendSettings, UpSettings):
+        for name, info in settings.model_fields.items():
+            assert info.description and info.description.endswith("."), name
+
+
+def test_no_known_setting_is_called_retired() -> None:
+    assert not REPLACEMENTS.keys() & frozenset().union(*SERVICES.values())
+
+
+def test_the_workers_settings_are_the_workers_own() -> None:
+    from worker_svc.config import WorkerSettings
+
+    assert frozenset(WorkerSettings.model_fields) == WORKER_SETTINGS
