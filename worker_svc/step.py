@@ -1,4 +1,5 @@
-"""One step as the worker's own types: what `codec` decodes, `service` orders and a runner executes. No protobuf, no torch."""
+"""One step as the worker's own types: what `codec` decodes, `service` orders and a runner executes. No protobuf, no
+torch."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class AddedRequest:
-    """A request that enters the batch at `row`, in full; token_ids are prompt and outputs so far. The next sampled token has
-    output index len(token_ids) - num_prompt_tokens."""
+    """A request that enters the batch at `row`, in full; token_ids are prompt and outputs so far. The next sampled
+    token has output index len(token_ids) - num_prompt_tokens."""
 
     request_id: str
     row: int
@@ -46,8 +47,9 @@ class AddedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One numbered step, checked by the codec for well-formed columns. Applied in this order: dropped_ids, added, appended,
-    then compute rows. num_tokens includes drafts; num_drafts is parallel to rows, or empty when no row has drafts."""
+    """One numbered step, checked by the codec for well-formed columns. Applied in this order: dropped_ids, added,
+    appended, then compute rows. num_tokens includes drafts; num_drafts is parallel to rows, or empty when no row has
+    drafts."""
 
     epoch: int
     step_seq: int
@@ -84,7 +86,8 @@ class FailureKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StepAnswer:
-    """The acknowledgement of one step: an output, or a failure with a message for people. Exactly one of the two is set."""
+    """The acknowledgement of one step: an output, or a failure with a message for people. Exactly one of the two is
+    set."""
 
     epoch: int
     step_seq: int

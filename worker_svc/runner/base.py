@@ -35,8 +35,8 @@ class RunnerCapabilities:
     # Most drafts per row it verifies; 0: none.
     max_num_drafts: int = 0
     verifies_sampled_drafts: bool = False
-    # launch() returns while the step still runs: the next step is then launched before this one is collected, and collect()
-    # is called from a thread of its own. False: collect() follows launch() at once, in the same thread.
+    # launch() returns while the step still runs: the next step is then launched before this one is collected, and
+    # collect() is called from a thread of its own. False: collect() follows launch() at once, in the same thread.
     launches_ahead: bool = False
 
 
@@ -70,8 +70,8 @@ class Launched(Protocol):
 
 
 class Runner(Protocol):
-    """Executes steps. Calls come from one executor thread, one at a time; steps are in order and fit the geometry and each
-    other (the service has checked rows, ids, table sizes and budgets)."""
+    """Executes steps. Calls come from one executor thread, one at a time; steps are in order and fit the geometry and
+    each other (the service has checked rows, ids, table sizes and budgets)."""
 
     @property
     def capabilities(self) -> RunnerCapabilities: ...
@@ -80,8 +80,8 @@ class Runner(Protocol):
         """Names (without directories) and bytes of the tokenizer's files; nothing when there is no tokenizer."""
 
     def open(self, geometry: Geometry) -> int:
-        """Start with no rows and an unused KV pool; returns num_blocks, null block 0 included. Keeps memory already held when
-        the geometry is the same. Raises ValueError, with what to change, when the geometry does not fit."""
+        """Start with no rows and an unused KV pool; returns num_blocks, null block 0 included. Keeps memory already
+        held when the geometry is the same. Raises ValueError, with what to change, when the geometry does not fit."""
 
     def launch(self, step: Step) -> Launched:
         """Apply and start one step; tokens sampled by earlier launches feed back without leaving the runner.

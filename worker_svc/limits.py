@@ -1,0 +1,20 @@
+"""Limits of the worker's side of the contract, declared in GetCapabilities where it has a field for them (rule 10)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Highest revision of the rules in worker_service.proto that is known here.
+PROTOCOL_REVISION: Final = 1
+# Largest message received.
+MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
+# Largest values accepted in open.
+MAX_NUM_ROWS: Final = 16_384
+MAX_NUM_BATCHED_TOKENS: Final = 262_144
+MAX_INFLIGHT_STEPS: Final = 64
+# Steps without tokens may be sent beside the window of steps with tokens; so many of them.
+MAX_EMPTY_STEPS_UNPROCESSED: Final = 64
+MAX_REQUEST_ID_BYTES: Final = 1024
+MAX_TOKENIZER_CHUNK_BYTES: Final = 1024 * 1024
+# Staged steps and other commands between the event loop and the executor thread.
+MAX_STAGED_COMMANDS: Final = 2 * (MAX_INFLIGHT_STEPS + MAX_EMPTY_STEPS_UNPROCESSED)

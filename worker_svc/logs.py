@@ -1,0 +1,56 @@
+"""One form of log: JSON lines for machines, a readable line for a terminal; always on stderr.
+
+Facts travel as `extra` and become fields of the JSON object, or `key=value` on a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Final, TextIO
+
+_OWN_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def configure(log_format: str = "auto", *, stream: TextIO | None = None) -> None:
+    """Send all logs to stderr (or `stream`) as "json", "text", or "auto": text on a terminal, else JSON.
+
+    Replaces handlers set before; may be called again.
+    """
+    target = sys.stderr if stream is None else stream
+    is_readable = log_format == "text" or (log_format == "auto" and target.isatty())
+    handler = logging.StreamHandler(target)
+    handler.setFormatter(_TextFormatter() if is_readable else _JsonFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+
+
+def _facts(record: logging.LogRecord) -> dict[str, object]:
+    return {name: value for name, value in vars(record).items() if name not in _OWN_FIELDS}
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line: dict[str, object] = {
+            **_facts(record),
+            "time": moment.replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str, ensure_ascii=False)
+
+
+class _TextFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
+        facts = "".join(f"  {name}={value}" for name, value in _facts(record).items())
+        line = f"{moment} {record.levelname:<7} {record.getMessage()}{facts}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
