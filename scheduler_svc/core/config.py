@@ -14,7 +14,8 @@ class Policy(str, Enum):
 
 
 class Fence(str, Enum):
-    """Which frees wait for the acknowledgement of the newest step: every one, none, or (reference) those beside transfers."""
+    """Which frees wait for the acknowledgement of the newest step: every one, none, or (reference) those beside
+    transfers."""
 
     ALWAYS = "always"
     TRANSFERS = "transfers"
@@ -29,8 +30,8 @@ class PreemptFenced(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Everything the core may be told. Token counts in tokens, times in seconds; defaults are `decisions` D11 and the table
-    in `docs/operations.md`."""
+    """Everything the core may be told. Token counts in tokens, times in seconds; defaults are decision D11 and the
+    table in `docs/operations.md`."""
 
     block_size: int = 16
     max_num_seqs: int = 128
@@ -54,9 +55,15 @@ class SchedulerConfig:
     num_speculative_tokens: int = 0
     # Slots allocated beyond the scheduled tokens (draft models); reference cases only.
     num_lookahead_slots: int = 0
-    # The scheduler's own order of late results (semantics section 16). False: drafts come from outside, after each result.
+    # The scheduler's own order of late results (semantics section 16). False: drafts come from outside, after each
+    # result.
     async_scheduling: bool = True
     prefill_schedule_interval: int = 1
+
+    # Tell the worker of finished requests it never had (the reference does).
+    announce_unsent: bool = False
+    # Propose drafts here; otherwise they come from outside (DraftsProposed).
+    internal_proposer: bool = True
 
     fence: Fence = Fence.ALWAYS
     preempt_fenced: PreemptFenced = PreemptFenced.NEVER
@@ -73,9 +80,7 @@ class SchedulerConfig:
     no_worker_grace_s: float = 30.0
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_inflight_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        self._check_ranges()
         if self.max_num_batched_tokens < self.max_num_seqs and self.refuse_infeasible:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
@@ -86,17 +91,14 @@ class SchedulerConfig:
                 f"without chunked prefill max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_model_len ({self.max_model_len})"
             )
+
+    def _check_ranges(self) -> None:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, not {value}")
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), not {self.watermark}")
-        for name in ("long_prefill_token_threshold", "num_speculative_tokens", "num_lookahead_slots", "max_fruitless_epochs"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
-        if self.prefill_schedule_interval < 1:
-            raise ValueError(f"prefill_schedule_interval must be at least 1 (1 = off), not {self.prefill_schedule_interval}")
-        if self.max_preemptions is not None and self.max_preemptions < 0:
-            raise ValueError(f"max_preemptions must not be negative, not {self.max_preemptions}")
-        if self.max_num_scheduled_tokens is not None and self.max_num_scheduled_tokens < 1:
-            raise ValueError(f"max_num_scheduled_tokens must be at least 1, not {self.max_num_scheduled_tokens}")
 
     @property
     def step_budget(self) -> int:
@@ -108,6 +110,14 @@ class SchedulerConfig:
         """Rows of a worker's batch: enough that admission never waits for the acknowledgement that frees one."""
         return self.max_num_seqs * (self.max_inflight_steps + 1)
 
+    @property
+    def proposes_drafts(self) -> bool:
+        return self.num_speculative_tokens > 0 and self.internal_proposer
+
+    @property
+    def drafts_are_placeholders(self) -> bool:
+        return self.num_speculative_tokens > 0 and not self.internal_proposer and self.async_scheduling
+
     @classmethod
     def reference(cls, **settings: object) -> SchedulerConfig:
         """The settings that reproduce the reference's decisions (D10)."""
@@ -117,8 +127,29 @@ class SchedulerConfig:
             max_preemptions=None,
             refuse_infeasible=False,
             resume_settled=False,
+            announce_unsent=True,
+            internal_proposer=False,
             max_fruitless_epochs=0,
             max_queued_requests=1 << 60,
             max_queued_tokens=1 << 60,
         )
         return replace(base, **settings)  # type: ignore[arg-type]
+
+
+_LEAST = {
+    "block_size": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "max_num_scheduled_tokens": 1,
+    "max_model_len": 1,
+    "max_inflight_steps": 1,
+    "long_prefill_token_threshold": 0,
+    "num_speculative_tokens": 0,
+    "num_lookahead_slots": 0,
+    "prefill_schedule_interval": 1,
+    "max_preemptions": 0,
+    "max_fruitless_epochs": 0,
+    "max_queued_requests": 0,
+    "max_queued_tokens": 0,
+    "no_worker_grace_s": 0,
+}

@@ -1,7 +1,7 @@
 """What can happen to the scheduler, and what it answers. Events go into `Scheduler.handle`, effects come out of it.
 
-The core keeps no client: a request is known outside by `handle`, an integer the shell chose, unique among live requests.
-"""
+The core keeps no client: a request is known outside by `handle`, an integer the shell chose, unique among live
+requests."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class PauseState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passes: `now` in seconds of a monotonic clock, never smaller than before. The shell sends one before each batch
-    of other events; deadlines and graces are judged by it."""
+    """Time passes: `now` in seconds of a monotonic clock, never smaller than before. The shell sends one before each
+    batch of other events; deadlines and graces are judged by it."""
 
     now: float
 
@@ -66,6 +66,8 @@ class RequestArrived:
     arrival: float | None = None
     # Do not read the prefix cache for this request (its blocks are still published).
     skip_prefix_cache: bool = False
+    # Not admitted before GrammarReady comes for it.
+    awaits_grammar: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,8 @@ class RequestAborted:
 
 @dataclass(frozen=True, slots=True)
 class TextEnded:
-    """A stop string completed within output token `num_tokens` - 1: ends the request, reason STOP, with that many tokens."""
+    """A stop string completed within output token `num_tokens` - 1: ends the request, reason STOP, with that many
+    tokens."""
 
     request_id: str
     num_tokens: int
@@ -98,8 +101,9 @@ class RankJoined:
 
 @dataclass(frozen=True, slots=True)
 class RankLost:
-    """The rank's epoch is over: worker gone, step failed, watchdog, wrong answer. All that ran there is preempted, its fences
-    and its prefix index are dropped. `blameless` epochs (drain, orderly leave) do not make requests suspects (D31)."""
+    """The rank's epoch is over: worker gone, step failed, watchdog, wrong answer. All that ran there is preempted, its
+    fences and its prefix index are dropped. `blameless` epochs (drain, orderly leave) do not make requests suspects
+    (D31)."""
 
     rank: str
     reason: str
@@ -138,6 +142,13 @@ class DraftsProposed:
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarReady:
+    """The grammar of a request that awaits it is compiled; ignored for others."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class PauseRequested:
     state: PauseState
 
@@ -164,6 +175,7 @@ Event = (
     | RankDraining
     | StepAcked
     | DraftsProposed
+    | GrammarReady
     | PauseRequested
     | PrefixCacheResetRequested
     | DrainStarted
@@ -221,8 +233,8 @@ class RequestRefused:
 
 @dataclass(frozen=True, slots=True)
 class TokensProduced:
-    """New output tokens of one step, for all requests it concerns: parallel columns, tokens flat in the order of handles.
-    counts is None when each has exactly one. Comes before the RequestEnded of any of them."""
+    """New output tokens of one step, for all requests it concerns: parallel columns, tokens flat in the order of
+    handles. counts is None when each has exactly one. Comes before the RequestEnded of any of them."""
 
     handles: list[int]
     counts: list[int] | None

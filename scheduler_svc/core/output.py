@@ -21,7 +21,8 @@ class NewRow:
 
 @dataclass(frozen=True, slots=True)
 class DeferredFree:
-    """Blocks freed by their request that wait for `fence_seq` to be acknowledged. reason: finished, preempted, aborted."""
+    """Blocks freed by their request that wait for `fence_seq` to be acknowledged. reason: finished, preempted,
+    aborted."""
 
     fence_seq: int
     request_id: str

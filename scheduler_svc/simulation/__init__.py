@@ -1,0 +1,1 @@
+"""The real scheduler on simulated workers: scenarios, replays, workloads."""

@@ -1,0 +1,160 @@
+"""Second chapter of a step: who of the waiting requests starts."""
+
+from __future__ import annotations
+
+from scheduler_svc.core.draft import StepDraft
+from scheduler_svc.core.rank import RankState
+from scheduler_svc.core.request import BLOCKED, Request, Status, transition
+from scheduler_svc.core.skip_reason import SkipReason
+from scheduler_svc.core.state import CoreState
+
+# Steps of one rank that may leave a request to another rank with a longer cached prefix (D15).
+_MAX_PASSES = 2
+
+
+def walk(state: CoreState, rank: RankState, draft: StepDraft, *, defer_prefills: bool) -> None:
+    """Admit from the head of the queue until something does not fit: whoever cannot start holds up all behind it,
+    except for reasons that have nothing to do with room (those are put aside, and the walk goes on)."""
+    queue = state.queue
+    aside: list[Request] = []
+    stopped: SkipReason | None = None
+    while stopped is None and (request := rank.reserved_for or queue.head()) is not None:
+        if draft.budget <= 0:
+            stopped = SkipReason.NO_BUDGET
+        elif len(rank.running) >= state.config.max_num_seqs:
+            stopped = SkipReason.SEQUENCE_LIMIT
+        elif rank.running and (rank.reserved_for is not None or rank.running[0].is_suspect):
+            stopped = SkipReason.SUSPECT_RUNS_ALONE
+        elif (reason := _not_here(state, rank, request)) is not None:
+            queue.remove(request)
+            request.skip_reason = reason
+            aside.append(request)
+        else:
+            stopped = _try_admit(state, rank, draft, request, defer_prefills)
+        if stopped is not None:
+            request.skip_reason = stopped
+    state.admission_stopped = None if stopped is None or request is None else (stopped, request)
+    queue.put_aside(aside)
+    if not defer_prefills:
+        rank.capacity_bound = len(queue.waiting) > 0
+
+
+def _not_here(state: CoreState, rank: RankState, request: Request) -> SkipReason | None:
+    """Why this rank puts the request aside; none of these has to do with room."""
+    if request.status in BLOCKED:
+        if not request.grammar_ready:
+            return SkipReason.GRAMMAR_NOT_READY
+        transition(request, Status.WAITING)
+    if state.config.resume_settled and request.num_preemptions and request.has_rows_in_flight:
+        return SkipReason.RESULT_IN_FLIGHT
+    if request.is_suspect and rank.reserved_for is not request:
+        if _reserved_elsewhere(state, request):
+            return SkipReason.SUSPECT_RUNS_ALONE
+        if rank.running:
+            # Nobody is admitted here any more until the rank is empty and the suspect has its turn.
+            rank.reserved_for = request
+            return SkipReason.SUSPECT_RUNS_ALONE
+    if len(state.ranks) == 1:
+        return None
+    if state.blocks_needed(request) > rank.kv.num_usable:
+        return SkipReason.NEVER_FITS_HERE
+    return SkipReason.PASSED_OVER if _better_elsewhere(state, rank, request) else None
+
+
+def _reserved_elsewhere(state: CoreState, request: Request) -> bool:
+    return any(rank.reserved_for is request for rank in state.ranks.values())
+
+
+def _better_elsewhere(state: CoreState, rank: RankState, request: Request) -> bool:
+    """Whether another rank that could take it now holds a longer cached prefix; at most _MAX_PASSES times a request."""
+    if request.num_passes >= _MAX_PASSES or not state.config.enable_prefix_caching:
+        return False
+    others = [
+        other
+        for other in state.ranks.values()
+        if other is not rank
+        and not other.window.is_full
+        and not other.is_draining
+        and other.reserved_for is None
+        and len(other.running) < state.config.max_num_seqs
+    ]
+    if not others:
+        return False
+    here = len(rank.kv.find_hits(request))
+    if not any(len(other.kv.find_hits(request)) > here for other in others):
+        return False
+    request.num_passes += 1
+    return True
+
+
+def _try_admit(
+    state: CoreState, rank: RankState, draft: StepDraft, request: Request, defer_prefills: bool
+) -> SkipReason | None:
+    """Start the head of the queue, or say why not (which ends the walk)."""
+    config = state.config
+    hits = rank.kv.look_up(request)
+    computed = len(hits) * config.block_size
+    if defer_prefills and computed < request.num_tokens - 1:
+        return SkipReason.PREFILL_DEFERRED
+    n = request.num_tokens - computed
+    num_padding = 0
+    if n == 1 and _pads(state, draft):
+        num_padding = config.num_speculative_tokens
+        if 1 + num_padding > draft.budget or computed + 1 + num_padding > state.max_model_len:
+            return SkipReason.DRAFTS_EXCEED_STEP
+        n += num_padding
+    if 0 < config.long_prefill_token_threshold < n:
+        n = config.long_prefill_token_threshold
+    if not config.enable_chunked_prefill and n > draft.budget:
+        return SkipReason.PROMPT_EXCEEDS_STEP
+    n = min(n, draft.budget)
+    longest = state.max_model_len
+    slots = min(computed + n + config.num_lookahead_slots, longest)
+    whole = min(request.num_tokens, longest) if config.scheduler_reserve_full_isl else None
+    if not rank.kv.fits_admission(hits, whole=whole, num_slots=slots, others_run=bool(rank.running)):
+        return SkipReason.NO_BLOCKS
+    _admit(state, rank, draft, request, hits, slots, n)
+    if num_padding:
+        count = n - 1
+        if count > 0:
+            draft.drafts[request] = [-1] * count
+    return None
+
+
+def _pads(state: CoreState, draft: StepDraft) -> bool:
+    """Whether a one-token admission is padded to the width of the decodes beside it, so that all rows of the step are
+    alike."""
+    return (
+        state.config.num_speculative_tokens > 0
+        and not state.config.proposes_drafts
+        and bool(draft.requests)
+        and len(draft.requests) > len(draft.admitted)
+        and not draft.prefill_scheduled
+    )
+
+
+def _admit(
+    state: CoreState, rank: RankState, draft: StepDraft, request: Request, hits: list[int], slots: int, n: int
+) -> None:
+    state.queue.remove(request)
+    state.unholdable_since.pop(request.request_id, None)
+    if rank.reserved_for is request:
+        rank.reserved_for = None
+    transition(request, Status.RUNNING)
+    rank.admit(request)
+    rank.kv.admit(request, hits, slots)
+    request.settled = len(hits) * state.config.block_size
+    if request.first_admitted_at is None:
+        request.first_admitted_at = state.now
+        request.num_cached_tokens = request.settled
+    if request.preempted_at is not None:
+        request.preempted_s += state.now - request.preempted_at
+        request.preempted_at = None
+    request.num_passes = 0
+    end = min(request.settled + n, request.num_tokens)
+    if end >= request.publish_at:
+        draft.publish(request, end)
+    draft.requests.append(request)
+    draft.num_tokens.append(n)
+    draft.admitted.append(request)
+    draft.budget -= n

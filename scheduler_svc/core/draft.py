@@ -1,0 +1,216 @@
+"""The plan of one step while it is made (R2): rows, budget, blocks, and what may still be taken back.
+
+Nothing a draft holds is visible to the request's counters before `build`; blocks and published digests are, and
+`withdraw` gives those back. Rows are kept as parallel lists: an object per row would cost more than deciding it."""
+
+from __future__ import annotations
+
+from array import array
+
+from scheduler_svc.core.inflight import StepRecord
+from scheduler_svc.core.output import DeferredFree, NewRow, SchedulerOutput
+from scheduler_svc.core.rank import RankState
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.state import Totals
+
+_NO_COLUMN: array[int] = array("i")
+
+
+class StepDraft:
+    """One step of `rank` under construction, with `budget` tokens left to give."""
+
+    __slots__ = (
+        "_fence_needs",
+        "_published_before",
+        "admitted",
+        "budget",
+        "drafts",
+        "grown",
+        "num_tokens",
+        "prefill_scheduled",
+        "preempted",
+        "rank",
+        "requests",
+        "reserved_free",
+        "reserved_parked",
+    )
+
+    def __init__(self, rank: RankState, budget: int) -> None:
+        self.rank = rank
+        self.budget = budget
+        # Rows in scheduling order: running ones, then admitted ones.
+        self.requests: list[Request] = []
+        self.num_tokens: list[int] = []
+        # Running requests that got new blocks, with those.
+        self.grown: dict[Request, list[int]] = {}
+        # Drafts that go along, for the requests that have any.
+        self.drafts: dict[Request, list[int]] = {}
+        self.admitted: list[Request] = []
+        self.preempted: list[Request] = []
+        # Whether a running partial prefill got tokens in this step.
+        self.prefill_scheduled = False
+        self._published_before: dict[Request, int] = {}
+        # Blocks that requests waiting for a fence count on: free ones, and parked ones that will return.
+        self._fence_needs: dict[Request, tuple[int, int]] = {}
+        self.reserved_free = 0
+        self.reserved_parked = 0
+
+    # --- what is left ---------------------------------------------------------------------------------------------
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Free blocks that nobody before has a claim on."""
+        return self.rank.kv.pool.num_free - self.reserved_free
+
+    @property
+    def num_returning_blocks(self) -> int:
+        """Parked blocks, held by no living table, that nobody before has a claim on."""
+        return self.rank.kv.pool.num_parked - self.reserved_parked
+
+    @property
+    def awaits_fence(self) -> bool:
+        return bool(self._fence_needs)
+
+    # --- changes --------------------------------------------------------------------------------------------------
+
+    def grow(self, request: Request, count: int) -> None:
+        self.grown.setdefault(request, []).extend(self.rank.kv.grow(request, count))
+
+    def wait_for_fence(self, request: Request, need: int) -> None:
+        """`request` gets nothing in this step; keep what it counts on from every request behind it."""
+        free = min(need, self.num_free_blocks)
+        self._fence_needs[request] = (free, need - free)
+        self.reserved_free += free
+        self.reserved_parked += need - free
+
+    def publish(self, request: Request, num_tokens: int) -> None:
+        """Enter full blocks in the prefix index although this step computes them: contract rule 11 makes that safe."""
+        self._published_before.setdefault(request, request.num_published)
+        self.rank.kv.publish(request, num_tokens)
+
+    def withdraw(self, victim: Request) -> None:
+        """Take back all this step gave `victim`: tokens, drafts, the entry of its new blocks (the blocks themselves go
+        with its table), digests of blocks that will now not be computed, and its claim on returning blocks."""
+        free, parked = self._fence_needs.pop(victim, (0, 0))
+        self.reserved_free -= free
+        self.reserved_parked -= parked
+        if victim in self._published_before:
+            self.rank.kv.unpublish(victim, self._published_before.pop(victim))
+        self.grown.pop(victim, None)
+        self.drafts.pop(victim, None)
+        if victim in self.requests:
+            index = self.requests.index(victim)
+            self.budget += self.num_tokens[index]
+            del self.requests[index], self.num_tokens[index]
+
+    # --- the result -----------------------------------------------------------------------------------------------
+
+    def build(self, totals: Totals) -> SchedulerOutput | None:
+        """Commit: number the step, count its tokens as in flight, and put it into the window. None, with nothing
+        changed, when there is nothing to tell the worker."""
+        rank, window = self.rank, self.rank.window
+        if not self.requests and not rank.has_news:
+            return None
+        step_seq = window.newest_step + 1
+        fence_seq = window.newest_fence + 1 if self.requests else window.newest_fence
+        # Before the counters move: num_computed is the state before this step.
+        # Resumed requests come after new ones, as in the reference.
+        new_requests = tuple(_new_row(r) for r in sorted(self.admitted, key=_was_preempted))
+        expected, num_sampling = self._commit(fence_seq, totals)
+        num_drafts, draft_token_ids = self._draft_columns()
+        output = SchedulerOutput(
+            rank=rank.name,
+            epoch=rank.epoch,
+            step_seq=step_seq,
+            fence_seq=fence_seq,
+            processed_step_seq=window.acked_step,
+            new_requests=new_requests,
+            rows=array("i", [r.row for r in self.requests]),
+            num_tokens=array("i", self.num_tokens),
+            appended_rows=array("i", [r.row for r, blocks in self.grown.items() for _ in blocks]),
+            appended_blocks=array("i", [b for blocks in self.grown.values() for b in blocks]),
+            preempted_request_ids=tuple(rank.preempted_ids),
+            finished_request_ids=tuple(rank.finished_ids),
+            deferred_frees=tuple(
+                DeferredFree(f.fence, f.request_id, f.blocks, f.reason) for f in rank.kv.parked.unannounced
+            ),
+            num_drafts=num_drafts,
+            draft_token_ids=draft_token_ids,
+            total_num_tokens=sum(self.num_tokens),
+        )
+        window.push(
+            StepRecord(
+                step_seq=step_seq,
+                fence_seq=fence_seq if self.requests else 0,
+                requests=self.requests,
+                num_tokens=self.num_tokens,
+                runs=[r.run for r in self.requests],
+                expected=expected,
+                num_sampling=num_sampling,
+                has_drafts=num_drafts is not None,
+                released_rows=rank.released_rows,
+            )
+        )
+        rank.released_rows, rank.preempted_ids, rank.finished_ids = [], [], []
+        rank.kv.parked.unannounced = []
+        return output
+
+    def _commit(self, fence_seq: int, totals: Totals) -> tuple[list[int], int]:
+        """Count every row as in flight. Returns the most tokens each may yield, and how many rows sample."""
+        expected: list[int] = []
+        num_sampling = 0
+        for request, n in zip(self.requests, self.num_tokens, strict=True):
+            request.last_fence = fence_seq
+            request.in_flight += n
+            end = request.settled + request.in_flight
+            known = request.num_tokens + request.awaited
+            if end >= known:
+                if request.is_prefill_chunk:
+                    self._count_recomputed(request, end - n, end, totals)
+                    self._set_chunk(request, False)
+                tokens = 1 if not self.drafts else 1 + len(self.drafts.get(request, ()))
+                request.awaited += tokens
+                if tokens > 1:
+                    request.awaited_drafts += tokens - 1
+                num_sampling += 1
+                expected.append(tokens)
+            else:
+                self._count_recomputed(request, end - n, end, totals)
+                self._set_chunk(request, True)
+                expected.append(0)
+        totals.num_computed_tokens += sum(self.num_tokens)
+        return expected, num_sampling
+
+    def _set_chunk(self, request: Request, is_chunk: bool) -> None:
+        if request.is_prefill_chunk is not is_chunk:
+            request.is_prefill_chunk = is_chunk
+            self.rank.num_decodes += -1 if is_chunk else 1
+
+    @staticmethod
+    def _count_recomputed(request: Request, start: int, end: int, totals: Totals) -> None:
+        again = min(end, request.high_water) - start
+        if again > 0:
+            request.num_recomputed_tokens += again
+            totals.num_recomputed_tokens += again
+
+    def _draft_columns(self) -> tuple[array[int] | None, array[int]]:
+        if not self.drafts:
+            return None, _NO_COLUMN
+        drafts = [self.drafts.get(r, ()) for r in self.requests]
+        return array("i", [len(d) for d in drafts]), array("i", [t for d in drafts for t in d])
+
+
+def _was_preempted(request: Request) -> bool:
+    return request.num_preemptions > 0
+
+
+def _new_row(request: Request) -> NewRow:
+    return NewRow(
+        request_id=request.request_id,
+        row=request.row,
+        token_ids=request.tokens[:],
+        block_table=array("i", request.blocks),
+        num_computed_tokens=request.settled,
+        num_prompt_tokens=request.num_prompt_tokens,
+        sampling=request.sampling,
+    )

@@ -1,0 +1,233 @@
+"""Global truths, one function each, true after every event. `check` raises with all that are broken."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from scheduler_svc.core.config import Fence
+from scheduler_svc.core.rank import RankState
+from scheduler_svc.core.request import LIVE, QUEUED, Status
+from scheduler_svc.core.state import CoreState
+from scheduler_svc.core.views import RankAuditFacts
+
+
+class InvariantViolation(AssertionError):
+    """Something that must always hold does not."""
+
+
+def check(state: CoreState) -> None:
+    """Raise InvariantViolation naming every broken invariant."""
+    broken = [f"{rank.name}: {problem}" for rank in state.ranks.values() for problem in rank_violations(state, rank)]
+    broken += [problem for rule in _GLOBAL_RULES for problem in rule(state)]
+    if broken:
+        raise InvariantViolation("; ".join(broken))
+
+
+def rank_violations(state: CoreState, rank: RankState) -> list[str]:
+    return [problem for rule in _RANK_RULES for problem in rule(state, rank)]
+
+
+def audit(state: CoreState, rank: RankState) -> RankAuditFacts:
+    """Blocks counted from tables and parked frees, not from the pool's own counters."""
+    held = {block for request in rank.running for block in request.blocks}
+    parked = {block for free in rank.kv.parked for block in free.blocks} - held
+    return RankAuditFacts(
+        rank=rank.name,
+        usable=rank.kv.num_usable,
+        free=len(rank.kv.pool.free_order()),
+        held=len(held),
+        parked=len(parked),
+        violations=tuple(rank_violations(state, rank)) + tuple(p for rule in _GLOBAL_RULES for p in rule(state)),
+    )
+
+
+# --- blocks of a rank ---------------------------------------------------------------------------------------------
+
+
+def blocks_are_conserved(state: CoreState, rank: RankState) -> Iterator[str]:
+    """free + held + parked = usable, a shared block counting once (1)."""
+    held = {block for request in rank.running for block in request.blocks}
+    parked = {block for free in rank.kv.parked for block in free.blocks} - held
+    free = rank.kv.pool.free_order()
+    if len(free) + len(held) + len(parked) != rank.kv.num_usable:
+        yield f"{len(free)} free + {len(held)} held + {len(parked)} parked != {rank.kv.num_usable} usable"
+    if rank.kv.pool.num_parked != len(parked):
+        yield f"the pool counts {rank.kv.pool.num_parked} parked blocks, the tables {len(parked)}"
+
+
+def references_are_exact(state: CoreState, rank: RankState) -> Iterator[str]:
+    """A block's references are its occurrences in tables and parked frees; free means none (2)."""
+    refs: Counter[int] = Counter(block for request in rank.running for block in request.blocks)
+    refs.update(block for free in rank.kv.parked for block in free.blocks)
+    pool = rank.kv.pool
+    wrong = [b for b in range(1, pool.num_blocks) if pool.refs[b] != refs[b]]
+    if wrong:
+        yield f"references of blocks {wrong[:5]} are {[pool.refs[b] for b in wrong[:5]]}"
+    free = set(pool.free_order())
+    if any((refs[b] == 0) != (b in free) for b in range(1, pool.num_blocks)):
+        yield "a block is referenced and free, or neither"
+
+
+def free_queue_is_sound(state: CoreState, rank: RankState) -> Iterator[str]:
+    """No block twice in the free queue, never the null block (3)."""
+    free = rank.kv.pool.free_order()
+    if len(set(free)) != len(free):
+        yield "a block is in the free queue twice"
+    if 0 in free or rank.kv.pool.refs[0] != 0:
+        yield "the null block is in use"
+
+
+def tables_hold_no_block_twice(state: CoreState, rank: RankState) -> Iterator[str]:
+    for request in rank.running:
+        if len(set(request.blocks)) != len(request.blocks) or 0 in request.blocks:
+            yield f"table of {request.request_id} has a block twice, or the null block"
+
+
+def index_matches_blocks(state: CoreState, rank: RankState) -> Iterator[str]:
+    """A block with a digest is in the index under it and vice versa (4)."""
+    index = rank.kv.pool.index
+    listed = {block: digest for digest, blocks in index.entries() for block in blocks}
+    for block in range(rank.kv.pool.num_blocks):
+        if index.digest_of(block) != listed.get(block):
+            yield f"digest of block {block} differs from the index"
+    if 0 in listed:
+        yield "the null block has a digest"
+
+
+def published_blocks_are_of_their_tokens(state: CoreState, rank: RankState) -> Iterator[str]:
+    """A running request's published blocks carry the digests of its own tokens, of known and dispatched ones only
+    (28)."""
+    size = rank.kv.block_size
+    for request in rank.running:
+        if request.num_published * size > min(request.num_tokens, request.computed):
+            yield f"{request.request_id} published blocks beyond its computed tokens"
+            continue
+        for i in range(request.num_published):
+            digest = rank.kv.pool.index.digest_of(request.blocks[i])
+            if digest != request.chain.digest(i, request.tokens):
+                yield f"block {i} of {request.request_id} carries another digest"
+
+
+def fences_are_ordered(state: CoreState, rank: RankState) -> Iterator[str]:
+    """Fences never decrease and lie ahead of what is acknowledged; with nothing in flight none is held (19)."""
+    window = rank.window
+    fences = [free.fence for free in rank.kv.parked]
+    if fences != sorted(fences) or any(not window.acked_fence < f <= window.newest_fence for f in fences):
+        yield f"fences {fences} outside ({window.acked_fence}, {window.newest_fence}] or out of order"
+    if fences and not any(record.fence_seq for record in window.records):
+        yield "frees are parked with nothing in flight"
+    if fences and state.config.fence is not Fence.ALWAYS:
+        yield "frees are parked although no fence is configured"
+
+
+# --- requests of a rank -------------------------------------------------------------------------------------------
+
+
+def running_is_running(state: CoreState, rank: RankState) -> Iterator[str]:
+    """running holds RUNNING requests of this rank only, at most max_num_seqs, in order of admission (6, 7)."""
+    for request in rank.running:
+        if request.status is not Status.RUNNING or request.rank is not rank:
+            yield f"{request.request_id} in running is {request.status.value}"
+    if len(rank.running) > state.config.max_num_seqs:
+        yield f"{len(rank.running)} run, more than max_num_seqs"
+    numbers = [request.admission_number for request in rank.running]
+    if numbers != sorted(set(numbers)):
+        yield "running is not in order of admission"
+    if rank.num_decodes != sum(not request.is_prefill_chunk for request in rank.running):
+        yield f"num_decodes is {rank.num_decodes}"
+
+
+def tables_cover_computed(state: CoreState, rank: RankState) -> Iterator[str]:
+    """Blocks hold all that is computed or in flight; that never exceeds what is known or awaited (8)."""
+    for request in rank.running:
+        if request.capacity != len(request.blocks) * rank.kv.block_size:
+            yield f"capacity of {request.request_id} is {request.capacity}"
+        if request.capacity < min(request.computed, state.max_model_len):
+            yield f"{request.request_id} computed {request.computed} with room for {request.capacity}"
+        if request.computed > request.num_tokens + request.awaited:
+            yield f"{request.request_id} computed {request.computed} of {request.num_tokens} + {request.awaited}"
+
+
+def in_flight_matches_window(state: CoreState, rank: RankState) -> Iterator[str]:
+    """in_flight and awaited are what the window's records say."""
+    in_flight: Counter[str] = Counter()
+    awaited: Counter[str] = Counter()
+    for record in rank.window.records:
+        rows = zip(record.requests, record.num_tokens, record.runs, record.expected, strict=True)
+        for request, n, run, expected in rows:
+            if request.status not in LIVE or state.requests.get(request.request_id) is not request:
+                continue
+            if run >= request.reset_mark:
+                awaited[request.request_id] += expected
+            if run == request.run and request.status is Status.RUNNING:
+                in_flight[request.request_id] += n
+    for request in state.requests.values():
+        if request.rank is not rank:
+            continue
+        if request.in_flight != in_flight[request.request_id] or request.awaited != awaited[request.request_id]:
+            yield f"{request.request_id}: {request.in_flight} in flight and {request.awaited} awaited differ"
+
+
+def rows_are_distinct(state: CoreState, rank: RankState) -> Iterator[str]:
+    """No row is used twice, nor reused before the step that dropped its request is acknowledged."""
+    busy = [request.row for request in rank.running]
+    busy += rank.released_rows
+    busy += [row for record in rank.window.records for row in record.released_rows]
+    busy += rank.free_rows
+    if sorted(busy) != list(range(state.config.num_rows)):
+        yield "rows in use, released and free are not all rows once"
+
+
+# --- everything ---------------------------------------------------------------------------------------------------
+
+
+def requests_are_in_one_place(state: CoreState) -> Iterator[str]:
+    """A live request is in exactly one of running, waiting, skipped; nobody else is anywhere (5)."""
+    places: Counter[str] = Counter(r.request_id for rank in state.ranks.values() for r in rank.running)
+    places.update(r.request_id for r in state.queue.waiting)
+    places.update(r.request_id for r in state.queue.skipped)
+    if any(count != 1 for count in places.values()) or set(places) != set(state.requests):
+        yield f"requests are not in exactly one place each: {dict(places)} for {list(state.requests)}"
+
+
+def queued_requests_hold_nothing(state: CoreState) -> Iterator[str]:
+    """Whoever waits has no blocks and nothing computed (15); drafts only come late, from outside."""
+    for request in state.queue:
+        if request.status not in QUEUED:
+            yield f"{request.request_id} in the queue is {request.status.value}"
+        if request.blocks or request.computed or request.num_published:
+            yield f"{request.request_id} waits with blocks or computed tokens"
+        if request.drafts and state.config.internal_proposer:
+            yield f"{request.request_id} waits with drafts"
+
+
+def counters_are_sane(state: CoreState) -> Iterator[str]:
+    for request in state.requests.values():
+        counters = (request.settled, request.in_flight, request.awaited, request.awaited_drafts)
+        if min(counters) < 0 or request.awaited_drafts > request.awaited:
+            yield f"{request.request_id} has counters {counters}"
+        if request.num_tokens != len(request.tokens):
+            yield f"{request.request_id} counts {request.num_tokens} of {len(request.tokens)} tokens"
+    if state.queue.num_prompt_tokens != sum(r.num_prompt_tokens for r in state.queue):
+        yield f"the queue counts {state.queue.num_prompt_tokens} prompt tokens"
+
+
+_RANK_RULES: tuple[Callable[[CoreState, RankState], Iterator[str]], ...] = (
+    blocks_are_conserved,
+    references_are_exact,
+    free_queue_is_sound,
+    tables_hold_no_block_twice,
+    index_matches_blocks,
+    published_blocks_are_of_their_tokens,
+    fences_are_ordered,
+    running_is_running,
+    tables_cover_computed,
+    in_flight_matches_window,
+    rows_are_distinct,
+)
+_GLOBAL_RULES: tuple[Callable[[CoreState], Iterator[str]], ...] = (
+    requests_are_in_one_place,
+    queued_requests_hold_nothing,
+    counters_are_sane,
+)

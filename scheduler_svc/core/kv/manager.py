@@ -1,0 +1,161 @@
+"""KV blocks of one rank's requests: hits, the two admission gates, growth, publishing, freeing behind the fence.
+
+Answers "does it fit?" and performs one change at a time; whom to refuse or preempt is decided in `scheduler.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from scheduler_svc.core.kv.block_pool import BlockPool
+from scheduler_svc.core.kv.deferred import ParkedFree, ParkedFrees
+
+if TYPE_CHECKING:
+    from scheduler_svc.core.request import Request
+
+
+@dataclass(slots=True)
+class PrefixStats:
+    """Look-ups and hits in tokens since the start; those of preempted requests apart. Every attempt counts."""
+
+    num_requests: int = 0
+    num_queries: int = 0
+    num_hits: int = 0
+    num_preempted_requests: int = 0
+    num_preempted_queries: int = 0
+    num_preempted_hits: int = 0
+
+    def count(self, queries: int, hits: int, *, preempted: bool) -> None:
+        if preempted:
+            self.num_preempted_requests += 1
+            self.num_preempted_queries += queries
+            self.num_preempted_hits += hits
+        else:
+            self.num_requests += 1
+            self.num_queries += queries
+            self.num_hits += hits
+
+
+class KvManager:
+    """Block tables, pool and parked frees of one rank."""
+
+    __slots__ = ("block_size", "caching", "deferring", "parked", "pool", "stats", "watermark_blocks")
+
+    def __init__(self, num_blocks: int, block_size: int, *, caching: bool, deferring: bool, watermark: float) -> None:
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.parked = ParkedFrees()
+        self.caching = caching
+        # Whether frees wait for their fence.
+        self.deferring = deferring
+        # Kept free at admission while something runs; the null block counts in the base, as in the reference.
+        self.watermark_blocks = int(watermark * num_blocks)
+        self.stats = PrefixStats()
+
+    @property
+    def num_usable(self) -> int:
+        return self.pool.num_usable
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    # --- prefix cache ---------------------------------------------------------------------------------------------
+
+    def find_hits(self, request: Request) -> list[int]:
+        """Blocks of the longest cached prefix, whole blocks only, always leaving one token to compute. Takes no
+        reference."""
+        if not self.caching or request.skip_prefix_cache:
+            return []
+        hits: list[int] = []
+        find, digest, tokens = self.pool.index.find, request.chain.digest, request.tokens
+        for index in range((request.num_tokens - 1) // self.block_size):
+            block = find(digest(index, tokens))
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def look_up(self, request: Request) -> list[int]:
+        """find_hits, counted in the statistics."""
+        hits = self.find_hits(request)
+        if self.caching and not request.skip_prefix_cache:
+            self.stats.count(request.num_tokens, len(hits) * self.block_size, preempted=request.num_preemptions > 0)
+        return hits
+
+    def publish(self, request: Request, num_tokens: int) -> None:
+        """Enter the request's full blocks below `num_tokens` in the index."""
+        first, full = request.num_published, num_tokens // self.block_size
+        add, digest, blocks, tokens = self.pool.index.add, request.chain.digest, request.blocks, request.tokens
+        for index in range(first, full):
+            add(blocks[index], digest(index, tokens))
+        request.num_published = full
+        request.publish_at = (full + 1) * self.block_size
+
+    def unpublish(self, request: Request, num_published: int) -> None:
+        """Take back publishing beyond the first `num_published` blocks: nobody will compute them (withdraw)."""
+        for block in request.blocks[num_published : request.num_published]:
+            self.pool.index.remove(block)
+        request.num_published = num_published
+        request.publish_at = (num_published + 1) * self.block_size
+
+    # --- allocation -----------------------------------------------------------------------------------------------
+
+    def blocks_short(self, request: Request, num_slots: int) -> int:
+        """Blocks a running request still needs to hold `num_slots` tokens."""
+        return self.blocks_for(num_slots) - len(request.blocks)
+
+    def grow(self, request: Request, count: int) -> list[int]:
+        """Append `count` new blocks; the caller has checked that they are free."""
+        blocks = self.pool.take(count)
+        request.blocks += blocks
+        request.capacity = len(request.blocks) * self.block_size
+        return blocks
+
+    def fits_admission(self, hits: list[int], *, whole: int | None, num_slots: int, others_run: bool) -> bool:
+        """The two gates: the whole sequence known so far (`whole` tokens; None: gate off), then the slots of this
+        step. Free hits count, since using them takes them from the free queue. Equality passes."""
+        pool = self.pool
+        room = pool.num_free - pool.count_free(hits) - (self.watermark_blocks if others_run else 0)
+        if whole is not None and self.blocks_for(whole) - len(hits) > room:
+            return False
+        return max(0, self.blocks_for(num_slots) - len(hits)) <= room
+
+    def admit(self, request: Request, hits: list[int], num_slots: int) -> None:
+        """Build the block table: the hits, then new blocks up to `num_slots`. fits_admission has said yes."""
+        self.pool.touch(hits)
+        request.blocks = list(hits)
+        if self.caching:
+            request.num_published = len(hits)
+            request.publish_at = (len(hits) + 1) * self.block_size
+        self.grow(request, max(0, self.blocks_for(num_slots) - len(hits)))
+
+    # --- freeing --------------------------------------------------------------------------------------------------
+
+    def free(self, request: Request, *, acked_fence: int, newest_fence: int, reason: str) -> None:
+        """Empty the request's table. Its blocks become free now, or, while a step that holds the request is
+        unacknowledged, behind the newest step dispatched."""
+        blocks = request.blocks
+        if blocks:
+            if self.deferring and request.last_fence > acked_fence:
+                self.pool.park(blocks)
+                self.parked.park(ParkedFree(newest_fence, request.request_id, tuple(blocks), reason))
+            else:
+                self.pool.release(blocks)
+        request.blocks = []
+        request.capacity = 0
+        request.num_published = 0
+        request.publish_at = request.chain.first_publish_at
+
+    def release_due(self, acked_fence: int) -> None:
+        """Free what waited for fences up to `acked_fence`."""
+        if self.parked:
+            for free in self.parked.pop_due(acked_fence):
+                self.pool.unpark(free.blocks)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all digests; False, and nothing changed, while any block is held or parked."""
+        if self.pool.num_free != self.pool.num_usable:
+            return False
+        self.pool.forget_cached()
+        return True

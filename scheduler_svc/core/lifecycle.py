@@ -1,0 +1,128 @@
+"""The two ways in which a request leaves a rank: preempted, to come back, or ended for good."""
+
+from __future__ import annotations
+
+from scheduler_svc.core.events import AbortCause, EndReason, RequestEnded, RequestPreempted
+from scheduler_svc.core.rank import RankState
+from scheduler_svc.core.request import Request, Status, transition
+from scheduler_svc.core.skip_reason import SkipReason
+from scheduler_svc.core.state import CoreState
+from scheduler_svc.core.stats import Usage
+
+
+def preempt(state: CoreState, rank: RankState, victim: Request, *, beneficiary: str, cause: str) -> None:
+    """Take a running request off its rank for recompute. Its tokens stay; samples awaited still count when they come.
+
+    cause: "blocks", "reset" or "rank_lost". The caller puts it back into the queue.
+    """
+    rank.remove(victim)
+    num_blocks = sum(1 for block in victim.blocks if rank.kv.pool.refs[block] == 1)
+    state.effects.append(
+        RequestPreempted(
+            rank=rank.name,
+            victim=victim.request_id,
+            beneficiary=beneficiary,
+            cause=cause,
+            num_blocks_gained=num_blocks,
+            num_tokens_to_recompute=victim.computed,
+            num_preemptions_before=victim.num_preemptions,
+        )
+    )
+    rank.free_blocks_of(victim, "preempted")
+    transition(victim, Status.PREEMPTED)
+    victim.high_water = max(victim.high_water, victim.computed)
+    victim.settled = victim.in_flight = 0
+    victim.drafts = ()
+    victim.run += 1
+    victim.row = -1
+    victim.num_preemptions += 1
+    victim.preempted_at = state.now
+    victim.skip_reason = SkipReason.PREEMPTED
+    rank.preempted_ids.append(victim.request_id)
+    if cause == "rank_lost":
+        state.totals.num_requeued_after_worker_loss += 1
+    else:
+        victim.num_scheduler_preemptions += 1
+        state.totals.num_preemptions += 1
+
+
+def finish(
+    state: CoreState,
+    request: Request,
+    status: Status,
+    reason: EndReason,
+    *,
+    stop_token_id: int | None = None,
+    cause: AbortCause | None = None,
+    num_output_tokens: int | None = None,
+    message: str = "",
+) -> None:
+    """End a live request: out of running or queue, blocks free behind the fence, the worker and the client told.
+
+    num_output_tokens: how many belong to it, when not all (a stop string).
+    """
+    rank = state.living(request)
+    if request.status is Status.RUNNING:
+        assert rank is not None
+        rank.remove(request)
+        rank.free_blocks_of(request, "aborted" if status is Status.FINISHED_ABORTED else "finished")
+    else:
+        state.queue.remove(request)
+        state.unholdable_since.pop(request.request_id, None)
+    if request.is_suspect:
+        for other in state.ranks.values():
+            if other.reserved_for is request:
+                other.reserved_for = None
+    transition(request, status)
+    request.run += 1
+    request.drafts = ()
+    del state.requests[request.request_id]
+    _announce(state, request, rank)
+    _count(state, status)
+    state.effects.append(
+        RequestEnded(
+            handle=request.handle,
+            request_id=request.request_id,
+            reason=reason,
+            usage=usage_of(state, request, num_output_tokens),
+            stop_token_id=stop_token_id,
+            cause=cause,
+            message=message,
+        )
+    )
+
+
+def usage_of(state: CoreState, request: Request, num_output_tokens: int | None = None) -> Usage:
+    """What it cost so far."""
+    preempted_s = request.preempted_s
+    if request.preempted_at is not None:
+        preempted_s += state.now - request.preempted_at
+    admitted_at = state.now if request.first_admitted_at is None else request.first_admitted_at
+    return Usage(
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_completion_tokens=request.num_output_tokens if num_output_tokens is None else num_output_tokens,
+        num_cached_tokens=request.num_cached_tokens,
+        num_preemptions=request.num_preemptions,
+        num_recomputed_tokens=request.num_recomputed_tokens,
+        queued_s=admitted_at - request.arrived_at,
+        preempted_s=preempted_s,
+    )
+
+
+def _announce(state: CoreState, request: Request, rank: RankState | None) -> None:
+    """Tell the worker. One that never had the request is told only where the reference would."""
+    if rank is None and state.config.announce_unsent and state.ranks:
+        rank = next(iter(state.ranks.values()))
+    if rank is not None:
+        rank.finished_ids.append(request.request_id)
+
+
+def _count(state: CoreState, status: Status) -> None:
+    totals = state.totals
+    state.recent_ends.append(state.now)
+    if status is Status.FINISHED_ABORTED:
+        totals.num_aborted += 1
+    elif status is Status.FINISHED_ERROR:
+        totals.num_failed += 1
+    else:
+        totals.num_finished += 1

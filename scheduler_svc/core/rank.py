@@ -1,0 +1,103 @@
+"""One rank: who runs there in which order, its KV blocks, its rows and its steps in flight (D15)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.inflight import InflightWindow
+from scheduler_svc.core.kv.manager import KvManager
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.skip_reason import SkipReason
+
+
+class RankState:
+    """State of one epoch of a rank. A new epoch is a new object: pool, index, rows and window start empty."""
+
+    __slots__ = (
+        "_admissions",
+        "capacity_bound",
+        "epoch",
+        "finished_ids",
+        "free_rows",
+        "is_draining",
+        "kv",
+        "name",
+        "next_admission",
+        "num_decodes",
+        "num_nonempty_steps",
+        "preempted_ids",
+        "released_rows",
+        "reserved_for",
+        "running",
+        "stopped_at",
+        "vocab_size",
+        "window",
+    )
+
+    def __init__(
+        self, name: str, epoch: int, num_blocks: int, vocab_size: int, config: SchedulerConfig, *, deferring: bool
+    ) -> None:
+        self.name = name
+        self.epoch = epoch
+        self.vocab_size = vocab_size
+        self.kv = KvManager(
+            num_blocks,
+            config.block_size,
+            caching=config.enable_prefix_caching,
+            deferring=deferring,
+            watermark=config.watermark,
+        )
+        self.window = InflightWindow(config.max_inflight_steps)
+        # In order of admission, and the parallel list of admission numbers by which a request is found.
+        self.running: list[Request] = []
+        self._admissions: list[int] = []
+        self.next_admission = 1
+        # Of running, those whose last row was not a partial prefill.
+        self.num_decodes = 0
+        self.free_rows = list(range(config.num_rows - 1, -1, -1))
+        # To be told to the worker with the next step.
+        self.released_rows: list[int] = []
+        self.preempted_ids: list[str] = []
+        self.finished_ids: list[str] = []
+        # Throttle (D19): whether the last aligned step left someone waiting, and this rank's steps since the group was
+        # idle.
+        self.capacity_bound = False
+        self.num_nonempty_steps = 0
+        self.is_draining = False
+        # A suspect that waits for this rank to become empty (D31).
+        self.reserved_for: Request | None = None
+        # Why the last step's walk over running ended early, and the admission number from which it reached nobody.
+        self.stopped_at: tuple[SkipReason, int] | None = None
+
+    def admit(self, request: Request) -> None:
+        """Append to running; gives the request its row and its place in the order."""
+        request.rank = self
+        request.row = self.free_rows.pop()
+        request.last_fence = 0
+        request.admission_number = self.next_admission
+        self.next_admission += 1
+        self.running.append(request)
+        self._admissions.append(request.admission_number)
+        # Until its first step is built says otherwise.
+        request.is_prefill_chunk = True
+
+    def remove(self, request: Request) -> None:
+        """Take out of running; its row is free again once the step that tells the worker is acknowledged."""
+        index = bisect_left(self._admissions, request.admission_number)
+        del self.running[index], self._admissions[index]
+        self.released_rows.append(request.row)
+        if not request.is_prefill_chunk:
+            self.num_decodes -= 1
+
+    def reuse_rows(self, rows: list[int]) -> None:
+        self.free_rows.extend(rows)
+
+    def free_blocks_of(self, request: Request, reason: str) -> None:
+        """Empty its table behind the fence."""
+        self.kv.free(request, acked_fence=self.window.acked_fence, newest_fence=self.window.newest_fence, reason=reason)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the worker must hear of ids although no row runs."""
+        return bool(self.preempted_ids or self.finished_ids)

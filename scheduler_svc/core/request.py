@@ -1,0 +1,245 @@
+"""One request and its life: the status table, the counters, and nothing that decides.
+
+Counters (D13). `settled` tokens have their KV on the rank for sure: their result is in, or their blocks were hit.
+`in_flight` tokens are dispatched. Together they are what the reference calls num_computed_tokens. `awaited` sampled
+tokens are still to come; with drafts it is an upper bound, `awaited_drafts` of which may be rejected. A *run* lasts
+from admission to preemption; results of an older run append tokens and change nothing else."""
+
+from __future__ import annotations
+
+from array import array
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from scheduler_svc.core.kv.prefix_index import HashChain
+
+if TYPE_CHECKING:
+    from scheduler_svc.core.rank import RankState
+    from scheduler_svc.core.skip_reason import SkipReason
+
+# Above any token count: "no block is ever due for publishing".
+NEVER = 1 << 62
+
+
+class Status(Enum):
+    """Where a request is. Predicates over it are the named sets below, never an order."""
+
+    WAITING = "WAITING"
+    # Its grammar is being compiled.
+    WAITING_FOR_GRAMMAR = "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"
+    RUNNING = "RUNNING"
+    PREEMPTED = "PREEMPTED"
+    FINISHED_STOPPED = "FINISHED_STOPPED"
+    FINISHED_LENGTH = "FINISHED_LENGTH_CAPPED"
+    FINISHED_ABORTED = "FINISHED_ABORTED"
+    FINISHED_ERROR = "FINISHED_ERROR"
+
+    # Identity hash: members are dictionary keys on paths that run per request.
+    __hash__ = object.__hash__
+
+
+# Blocked: cannot be admitted whatever room there is. Queued: stands in one of the lanes.
+BLOCKED = frozenset({Status.WAITING_FOR_GRAMMAR})
+QUEUED = frozenset({Status.WAITING, Status.PREEMPTED}) | BLOCKED
+FINISHED = frozenset({Status.FINISHED_STOPPED, Status.FINISHED_LENGTH, Status.FINISHED_ABORTED, Status.FINISHED_ERROR})
+LIVE = frozenset(Status) - FINISHED
+
+TRANSITIONS: dict[Status, frozenset[Status]] = {
+    Status.WAITING_FOR_GRAMMAR: frozenset(
+        {Status.WAITING, Status.FINISHED_ABORTED, Status.FINISHED_STOPPED, Status.FINISHED_ERROR}
+    ),
+    Status.WAITING: frozenset(
+        {Status.RUNNING, Status.FINISHED_ABORTED, Status.FINISHED_STOPPED, Status.FINISHED_ERROR}
+    ),
+    Status.RUNNING: frozenset({Status.PREEMPTED}) | FINISHED,
+    # A token sampled before the preemption may arrive after it, and stop the request.
+    Status.PREEMPTED: frozenset({Status.RUNNING}) | FINISHED,
+    Status.FINISHED_STOPPED: frozenset(),
+    Status.FINISHED_LENGTH: frozenset(),
+    Status.FINISHED_ABORTED: frozenset(),
+    Status.FINISHED_ERROR: frozenset(),
+}
+
+
+class Request:
+    """A live request. Fields are public to the core and written by the module that owns the change."""
+
+    __slots__ = (
+        "admission_number",
+        "arrival",
+        "arrived_at",
+        "awaited",
+        "awaited_drafts",
+        "blocks",
+        "cache_salt",
+        "capacity",
+        "chain",
+        "deadline",
+        "drafts",
+        "eos_token_ids",
+        "first_admitted_at",
+        "fruitless_epochs",
+        "grammar_ready",
+        "handle",
+        "high_water",
+        "in_flight",
+        "is_prefill_chunk",
+        "last_fence",
+        "limit",
+        "max_tokens",
+        "min_length",
+        "num_cached_tokens",
+        "num_passes",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_published",
+        "num_recomputed_tokens",
+        "num_scheduler_preemptions",
+        "num_tokens",
+        "preempted_at",
+        "preempted_s",
+        "priority",
+        "publish_at",
+        "queue_entry",
+        "rank",
+        "request_id",
+        "reset_mark",
+        "row",
+        "row_limit",
+        "run",
+        "sampling",
+        "sequence",
+        "settled",
+        "skip_prefix_cache",
+        "skip_reason",
+        "skipped",
+        "status",
+        "stops",
+        "tokens",
+        "tokens_at_loss",
+    )
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        handle: int,
+        prompt: array[int],
+        max_tokens: int,
+        min_tokens: int,
+        limit: int,
+        row_limit: int,
+        eos_token_ids: frozenset[int],
+        stops: frozenset[int],
+        priority: int,
+        arrival: float,
+        sequence: int,
+        now: float,
+        cache_salt: str,
+        sampling: bytes,
+        deadline: float | None,
+        skip_prefix_cache: bool,
+        awaits_grammar: bool,
+        chain: HashChain,
+    ) -> None:
+        self.request_id = request_id
+        self.handle = handle
+        self.tokens = array("i", prompt)
+        self.num_prompt_tokens = self.num_tokens = len(prompt)
+        self.max_tokens = max_tokens
+        # No stop of any kind below this many tokens, prompt included.
+        self.min_length = self.num_prompt_tokens + min_tokens
+        # Tokens, prompt included, at which it ends with LENGTH.
+        self.limit = limit
+        # No row computes position row_limit or beyond: the last token of all needs no KV slot.
+        self.row_limit = row_limit
+        self.eos_token_ids = eos_token_ids
+        # EOS ids (unless ignored) and stop ids.
+        self.stops = stops
+        self.priority = priority
+        # Order among equals: time of arrival or, when none was given, the order of arrival.
+        self.arrival = arrival
+        self.sequence = sequence
+        self.cache_salt = cache_salt
+        self.sampling = sampling
+        self.deadline = deadline
+        self.skip_prefix_cache = skip_prefix_cache
+
+        self.status = Status.WAITING_FOR_GRAMMAR if awaits_grammar else Status.WAITING
+        self.grammar_ready = not awaits_grammar
+        # The rank it runs on, or ran on last.
+        self.rank: RankState | None = None
+        self.row = -1
+        self.admission_number = 0
+        self.run = 0
+        # Results of runs below this are dropped, tokens included (reset of the prefix cache).
+        self.reset_mark = 0
+
+        self.settled = 0
+        self.in_flight = 0
+        self.awaited = 0
+        self.awaited_drafts = 0
+        # Whether the last scheduled row left known tokens to compute.
+        self.is_prefill_chunk = False
+        # fence_seq of the newest step of `rank` that holds a row of it; 0: none.
+        self.last_fence = 0
+        self.drafts: tuple[int, ...] | list[int] = ()
+
+        self.blocks: list[int] = []
+        # len(blocks) * block_size.
+        self.capacity = 0
+        self.chain = chain
+        # Leading blocks that are in the prefix index, and the number of tokens at which the next one will be full.
+        self.num_published = 0
+        self.publish_at = chain.first_publish_at
+
+        self.num_preemptions = 0
+        # Those by the scheduler's own choice, which max_preemptions bounds; losing a worker does not count.
+        self.num_scheduler_preemptions = 0
+        # Positions below this were dispatched in an earlier run: computing them again is recomputation.
+        self.high_water = 0
+        self.num_recomputed_tokens = 0
+        self.num_cached_tokens = 0
+        self.arrived_at = now
+        self.first_admitted_at: float | None = None
+        self.preempted_at: float | None = None
+        self.preempted_s = 0.0
+        # Epochs in a row that ended under its rows without a new token, and its length when the last one did.
+        self.fruitless_epochs = 0
+        self.tokens_at_loss = -1
+
+        # Written by the queues: whether it stands in the skipped lane, and its heap entry under priority.
+        self.skipped = False
+        self.queue_entry: object = None
+        self.skip_reason: SkipReason | None = None
+        # Steps of ranks that left it to another rank with a longer cached prefix.
+        self.num_passes = 0
+
+    @property
+    def computed(self) -> int:
+        """Settled and in flight: the reference's num_computed_tokens."""
+        return self.settled + self.in_flight
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def is_suspect(self) -> bool:
+        """Two epochs in a row ended under it without a token: it runs alone until it has one (D31)."""
+        return self.fruitless_epochs >= 2 and self.num_tokens == self.tokens_at_loss
+
+    @property
+    def has_rows_in_flight(self) -> bool:
+        """Whether the result of some row of it is still to come."""
+        return self.rank is not None and self.last_fence > self.rank.window.acked_fence
+
+    def __repr__(self) -> str:
+        return f"<{self.request_id} {self.status.value} {self.num_tokens} tokens, {self.settled}+{self.in_flight}>"
+
+
+def transition(request: Request, to: Status) -> None:
+    """The only place that changes a status."""
+    if to not in TRANSITIONS[request.status]:
+        raise AssertionError(f"{request.request_id}: {request.status.value} -> {to.value} is not in the table")
+    request.status = to

@@ -1,0 +1,133 @@
+"""First chapter of a step: who of the running requests goes on, and who must go so that another can."""
+
+from __future__ import annotations
+
+from scheduler_svc.core import lifecycle
+from scheduler_svc.core.config import PreemptFenced
+from scheduler_svc.core.draft import StepDraft
+from scheduler_svc.core.policy import choose_victim
+from scheduler_svc.core.rank import RankState
+from scheduler_svc.core.request import Request, Status
+from scheduler_svc.core.skip_reason import SkipReason
+from scheduler_svc.core.state import CoreState
+
+# What `_consider` answers when nobody behind gets a turn either.
+_END_OF_WALK = -1
+
+
+def walk(state: CoreState, rank: RankState, draft: StepDraft, *, defer_prefills: bool) -> None:
+    """Give tokens to running requests in their order, over a snapshot: what a preemption removes is passed by, nothing
+    is visited twice. A plain decode, one token with room and nothing to publish, is decided in this loop; all else is
+    `_consider`."""
+    is_async, lookahead = state.config.async_scheduling, state.config.num_lookahead_slots
+    add_request, add_count = draft.requests.append, draft.num_tokens.append
+    rank.stopped_at = None
+    budget = draft.budget
+    for request in rank.running[:]:
+        if budget <= 0:
+            rank.stopped_at = (SkipReason.NO_BUDGET, request.admission_number)
+            break
+        awaited = request.awaited
+        end = request.settled + request.in_flight + 1
+        if (
+            end == request.num_tokens + awaited
+            and end + lookahead <= request.capacity
+            and end < request.publish_at
+            and end < request.limit
+            and not request.is_prefill_chunk
+            and not request.drafts
+            and (is_async or not awaited)
+            and request.status is Status.RUNNING
+        ):
+            n = 1
+        else:
+            draft.budget = budget
+            n = _consider(state, rank, draft, request, defer_prefills)
+            budget = draft.budget
+            if n == _END_OF_WALK:
+                rank.stopped_at = (SkipReason.BEHIND_PREEMPTION, request.admission_number)
+                break
+            if n == 0:
+                continue
+        add_request(request)
+        add_count(n)
+        budget -= n
+    draft.budget = budget
+
+
+def _consider(state: CoreState, rank: RankState, draft: StepDraft, request: Request, defer_prefills: bool) -> int:
+    """Tokens for a request that may be anything; 0, with the reason noted, when it gets none in this step."""
+    if request.status is not Status.RUNNING:
+        return 0
+    if (reason := _must_wait(state, request, defer_prefills)) is not None:
+        request.skip_reason = reason
+        return 0
+    computed = request.settled + request.in_flight
+    n = _row_length(state, request, computed, draft.budget)
+    if n <= 0:
+        at_limit = request.row_limit <= computed
+        request.skip_reason = SkipReason.LENGTH_REACHED if at_limit else SkipReason.AWAITING_RESULT
+        return 0
+    end = computed + n
+    slots = min(end + state.config.num_lookahead_slots, state.max_model_len)
+    if slots > request.capacity and not _make_room(state, rank, draft, request, slots):
+        return 0 if request.status is Status.RUNNING else _END_OF_WALK
+    known_end = min(end, request.num_tokens)
+    if known_end >= request.publish_at:
+        draft.publish(request, known_end)
+    if request.drafts:
+        _take_drafts(draft, request, end)
+    draft.prefill_scheduled |= request.is_prefill_chunk
+    return n
+
+
+def _must_wait(state: CoreState, request: Request, defer_prefills: bool) -> SkipReason | None:
+    """Whether the request has nothing to do before some result is in, or is left out on purpose."""
+    if request.awaited:
+        if not state.config.async_scheduling:
+            return SkipReason.AWAITING_RESULT
+        # Every row that samples yields at least one token; drafts may yield none.
+        if request.num_tokens + request.awaited - request.awaited_drafts >= request.limit:
+            return SkipReason.LAST_TOKEN_IN_FLIGHT
+    if defer_prefills and request.is_prefill_chunk:
+        return SkipReason.PREFILL_DEFERRED
+    return None
+
+
+def _row_length(state: CoreState, request: Request, computed: int, budget: int) -> int:
+    """How many tokens the row would have: all that is known or awaited, and drafts, within threshold, budget and
+    length."""
+    n = request.num_tokens + request.awaited + len(request.drafts) - computed
+    threshold = state.config.long_prefill_token_threshold
+    if 0 < threshold < n:
+        n = threshold
+    return min(n, budget, request.row_limit - computed)
+
+
+def _take_drafts(draft: StepDraft, request: Request, end: int) -> None:
+    """The drafts that the row has room for go along; the rest is lost, since they would be stale next time."""
+    count = end - request.num_tokens - request.awaited
+    if count > 0:
+        draft.drafts[request] = list(request.drafts[:count])
+    request.drafts = ()
+
+
+def _make_room(state: CoreState, rank: RankState, draft: StepDraft, request: Request, slots: int) -> bool:
+    """Blocks for `slots` tokens of `request`, preempting if need be. False: it gets nothing in this step, because it
+    waits for blocks that are on their way back (it is still running) or was itself the victim (it is not)."""
+    need = rank.kv.blocks_short(request, slots)
+    config = state.config
+    while need > draft.num_free_blocks:
+        if config.preempt_fenced is PreemptFenced.NEVER and need <= draft.num_free_blocks + draft.num_returning_blocks:
+            draft.wait_for_fence(request, need)
+            request.skip_reason = SkipReason.WAITING_FOR_FENCE
+            return False
+        victim = choose_victim(rank.running, request, config.policy, config.max_preemptions)
+        draft.withdraw(victim)
+        lifecycle.preempt(state, rank, victim, beneficiary=request.request_id, cause="blocks")
+        state.queue.prepend(victim)
+        draft.preempted.append(victim)
+        if victim is request:
+            return False
+    draft.grow(request, need)
+    return True

@@ -1,0 +1,358 @@
+"""The scheduler: events in, effects and numbered steps out. Everything that decides who runs is here and in its two
+chapters, `running.py` and `admission.py`.
+
+A step is made like this: walk the running requests in their order and give each its next token or chunk, preempting
+from the back when blocks run out; then, if nobody was preempted, admit from the head of the queue; then commit the
+plan. What comes back later (tokens, stops, fences) is `settlement.py`.
+
+Single-threaded, deterministic: the same configuration and the same events give the same outputs, byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop
+from typing import Any
+
+from scheduler_svc.core import admission, invariants, lifecycle, running, settlement, submission, views
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.draft import StepDraft
+from scheduler_svc.core.events import (
+    AbortCause,
+    DraftsProposed,
+    DrainStarted,
+    Effect,
+    EndReason,
+    Event,
+    GrammarReady,
+    PauseRequested,
+    PauseState,
+    PrefixCacheReset,
+    PrefixCacheResetRequested,
+    RankDraining,
+    RankJoined,
+    RankLost,
+    RequestAborted,
+    RequestAccepted,
+    RequestArrived,
+    RequestRefused,
+    StepAcked,
+    TextEnded,
+    Tick,
+)
+from scheduler_svc.core.kv.prefix_index import HashChain
+from scheduler_svc.core.output import SchedulerOutput
+from scheduler_svc.core.rank import RankState
+from scheduler_svc.core.request import QUEUED, Request, Status
+from scheduler_svc.core.skip_reason import SkipReason
+from scheduler_svc.core.state import CoreState, Totals
+from scheduler_svc.core.throttle import defers_prefills, is_throttled
+from scheduler_svc.core.views import Explanation, RankAuditFacts, RankView
+
+
+class Scheduler:
+    """All ranks, all requests. `handle` takes what happened, `schedule` makes a rank's next step."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.state = CoreState(config)
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Tick: self._tick,
+            RequestArrived: self._arrive,
+            RequestAborted: self._abort,
+            TextEnded: self._end_text,
+            RankJoined: self._join,
+            RankLost: self._lose,
+            RankDraining: self._drain_rank,
+            StepAcked: self._acknowledge,
+            DraftsProposed: self._propose,
+            GrammarReady: self._grammar_ready,
+            PauseRequested: self._pause,
+            PrefixCacheResetRequested: self._reset_prefix_cache,
+            DrainStarted: self._drain,
+        }
+
+    @property
+    def config(self) -> SchedulerConfig:
+        return self.state.config
+
+    def handle(self, event: Event) -> list[Effect]:
+        """Take in one event. Returns what it caused, together with what earlier calls of `schedule` caused.
+
+        Raises WorkerProtocolError, with nothing changed, for a StepAcked that does not fit its step.
+        """
+        self._handlers[type(event)](event)
+        return self.take_effects()
+
+    def take_effects(self) -> list[Effect]:
+        """Effects not yet handed out (preemptions by `schedule`)."""
+        effects, self.state.effects = self.state.effects, []
+        return effects
+
+    # --- a step ---------------------------------------------------------------------------------------------------
+
+    def schedule(
+        self, rank_name: str, *, throttle: bool | None = None, ignore_window: bool = False
+    ) -> SchedulerOutput | None:
+        """The next step of a rank, or None: its window is full, or there is nothing to tell it. Call it again after
+        every event until it returns None.
+
+        throttle: overrides the rank's own rhythm of prefills; ignore_window: plan although the window is full. Both
+        are for scenarios that prescribe them."""
+        state = self.state
+        rank = state.ranks.get(rank_name)
+        if rank is None or (rank.window.is_full and not ignore_window):
+            return None
+        draft = StepDraft(rank, 0 if state.pause is PauseState.PAUSED_ALL else state.config.step_budget)
+        if throttle is None:
+            throttle = is_throttled(state.config.prefill_schedule_interval, rank.num_nonempty_steps)
+        defer = defers_prefills(throttle, rank.capacity_bound, rank.num_decodes)
+        running.walk(state, rank, draft, defer_prefills=defer)
+        if self._may_admit(rank, draft):
+            admission.walk(state, rank, draft, defer_prefills=defer)
+        output = draft.build(state.totals)
+        if output is not None and output.total_num_tokens:
+            rank.num_nonempty_steps += 1
+            state.totals.num_deferring_steps += defer
+            if state.config.drafts_are_placeholders:
+                self._leave_placeholders(rank)
+        return output
+
+    def _leave_placeholders(self, rank: RankState) -> None:
+        """Drafts that only the worker knows stand as -1 in the next row of whoever samples (reference,
+        asynchronous)."""
+        record = rank.window.records[-1]
+        for request, expected in zip(record.requests, record.expected, strict=True):
+            if expected:
+                request.drafts = [-1] * self.state.config.num_speculative_tokens
+
+    def _may_admit(self, rank: RankState, draft: StepDraft) -> bool:
+        """A step that preempts admits nobody, and neither does one in which someone waits for returning blocks."""
+        if draft.preempted or draft.awaits_fence:
+            head = self.state.queue.head()
+            if head is not None:
+                reason = SkipReason.STEP_PREEMPTS if draft.preempted else SkipReason.FENCE_AWAITED
+                self.state.admission_stopped = (reason, head)
+                head.skip_reason = reason
+            return False
+        return self.state.pause is PauseState.UNPAUSED and not rank.is_draining
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def _arrive(self, event: RequestArrived) -> None:
+        state = self.state
+        verdict = submission.judge(state, event)
+        if isinstance(verdict, RequestRefused):
+            state.totals.num_refused += 1
+            state.effects.append(verdict)
+            return
+        sequence = state.next_sequence
+        state.next_sequence += 1
+        eos = frozenset(event.eos_token_ids)
+        request = Request(
+            request_id=event.request_id,
+            handle=event.handle,
+            prompt=event.prompt,
+            max_tokens=verdict.max_tokens,
+            min_tokens=verdict.min_tokens,
+            limit=verdict.limit,
+            row_limit=verdict.row_limit,
+            eos_token_ids=eos,
+            stops=eos | frozenset(event.stop_token_ids),
+            priority=event.priority,
+            arrival=float(sequence) if event.arrival is None else event.arrival,
+            sequence=sequence,
+            now=state.now,
+            cache_salt=event.cache_salt,
+            sampling=event.sampling,
+            deadline=event.deadline,
+            skip_prefix_cache=event.skip_prefix_cache,
+            awaits_grammar=event.awaits_grammar,
+            chain=HashChain(state.config.block_size, event.cache_salt, enabled=state.config.enable_prefix_caching),
+        )
+        state.requests[request.request_id] = request
+        state.queue.append(request)
+        state.watch_deadline(request)
+        state.totals.num_accepted += 1
+        state.totals.num_prompt_tokens += request.num_prompt_tokens
+        state.effects.append(RequestAccepted(request.handle, request.request_id, verdict.max_tokens))
+
+    def _abort(self, event: RequestAborted) -> None:
+        request = self.state.requests.get(event.request_id)
+        if request is None:
+            return
+        if event.cause is AbortCause.STOPPED:
+            lifecycle.finish(self.state, request, Status.FINISHED_STOPPED, EndReason.STOP, cause=event.cause)
+        else:
+            lifecycle.finish(self.state, request, Status.FINISHED_ABORTED, EndReason.ABORTED, cause=event.cause)
+
+    def _end_text(self, event: TextEnded) -> None:
+        request = self.state.requests.get(event.request_id)
+        if request is not None:
+            count = min(max(event.num_tokens, 0), request.num_output_tokens)
+            lifecycle.finish(self.state, request, Status.FINISHED_STOPPED, EndReason.STOP, num_output_tokens=count)
+
+    def _tick(self, event: Tick) -> None:
+        state = self.state
+        if event.now < state.now:
+            raise AssertionError(f"time runs backwards: {event.now} after {state.now}")
+        state.now = event.now
+        while state.deadlines and state.deadlines[0][0] <= state.now:
+            _, sequence, request_id = heappop(state.deadlines)
+            request = state.requests.get(request_id)
+            if request is not None and request.sequence == sequence:
+                lifecycle.finish(state, request, Status.FINISHED_ABORTED, EndReason.ABORTED, cause=AbortCause.DEADLINE)
+        grace = state.config.no_worker_grace_s
+        for request_id in [i for i, since in state.unholdable_since.items() if state.now - since >= grace]:
+            lifecycle.finish(
+                state,
+                state.requests[request_id],
+                Status.FINISHED_ERROR,
+                EndReason.NO_WORKER,
+                message="No worker that is up can hold this request.",
+            )
+
+    # --- ranks ----------------------------------------------------------------------------------------------------
+
+    def _join(self, event: RankJoined) -> None:
+        state = self.state
+        if event.rank in state.ranks:
+            raise AssertionError(f"rank {event.rank} joined twice: its old epoch must end first")
+        if not state.ranks and not state.requests:
+            state.max_model_len = min(state.config.max_model_len, event.max_model_len)
+        state.vocab_size = event.vocab_size
+        state.ranks[event.rank] = RankState(
+            event.rank, event.epoch, event.num_blocks, event.vocab_size, state.config, deferring=state.deferring_frees
+        )
+        state.no_rank_since = None
+        self._ranks_changed()
+
+    def _lose(self, event: RankLost) -> None:
+        state = self.state
+        rank = state.ranks.get(event.rank)
+        if rank is None:
+            return
+        settlement.end_epoch(state, rank, blameless=event.blameless)
+        if not state.ranks:
+            state.no_rank_since = state.now
+        self._ranks_changed()
+
+    def _drain_rank(self, event: RankDraining) -> None:
+        rank = self.state.ranks.get(event.rank)
+        if rank is not None:
+            rank.is_draining = True
+            rank.reserved_for = None
+
+    def _ranks_changed(self) -> None:
+        """Note what no living rank can hold; time will tell whether one comes that can (D30)."""
+        state = self.state
+        if not state.ranks:
+            state.unholdable_since.clear()
+            return
+        state.largest_pool = max(rank.kv.num_usable for rank in state.ranks.values())
+        for request in state.queue:
+            if not state.config.refuse_infeasible or state.blocks_needed(request) <= state.largest_pool:
+                state.unholdable_since.pop(request.request_id, None)
+            else:
+                state.unholdable_since.setdefault(request.request_id, state.now)
+
+    def _acknowledge(self, event: StepAcked) -> None:
+        settlement.acknowledge(self.state, event)
+        if self.state.config.prefill_schedule_interval > 1 and not any(
+            rank.window.newest_fence > rank.window.acked_fence or rank.running for rank in self.state.ranks.values()
+        ):
+            for rank in self.state.ranks.values():
+                rank.num_nonempty_steps = 0
+
+    def _propose(self, event: DraftsProposed) -> None:
+        for request_id, drafts in event.drafts.items():
+            request = self.state.requests.get(request_id)
+            if request is not None and not request.is_prefill_chunk:
+                request.drafts = list(drafts)
+
+    def _grammar_ready(self, event: GrammarReady) -> None:
+        request = self.state.requests.get(event.request_id)
+        if request is not None:
+            request.grammar_ready = True
+
+    # --- operators ------------------------------------------------------------------------------------------------
+
+    def _pause(self, event: PauseRequested) -> None:
+        self.state.pause = event.state
+
+    def _drain(self, event: DrainStarted) -> None:
+        self.state.is_draining = True
+
+    def _reset_prefix_cache(self, event: PrefixCacheResetRequested) -> None:
+        """Reset every rank or none."""
+        state = self.state
+        ranks = list(state.ranks.values())
+        if event.preempt_running:
+            for rank in ranks:
+                for request in reversed(rank.running[:]):
+                    self._preempt_for_reset(rank, request)
+        busy = [r.name for r in ranks if r.kv.pool.num_free != r.kv.num_usable]
+        if busy:
+            message = f"blocks are in use on {', '.join(busy)}"
+            state.effects.append(PrefixCacheReset(False, message))
+            return
+        for rank in ranks:
+            rank.kv.reset_prefix_cache()
+        state.effects.append(PrefixCacheReset(True, ""))
+
+    def _preempt_for_reset(self, rank: RankState, request: Request) -> None:
+        """Its results in flight are dropped, tokens included: they belong to what is being forgotten."""
+        lifecycle.preempt(self.state, rank, request, beneficiary="", cause="reset")
+        request.awaited = request.awaited_drafts = 0
+        request.reset_mark = request.run
+        self.state.queue.prepend(request)
+
+    # --- questions ------------------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.state.queue.waiting)
+
+    @property
+    def num_skipped(self) -> int:
+        return len(self.state.queue.skipped)
+
+    @property
+    def num_running(self) -> int:
+        return sum(len(rank.running) for rank in self.state.ranks.values())
+
+    @property
+    def num_live_requests(self) -> int:
+        return len(self.state.requests)
+
+    @property
+    def totals(self) -> Totals:
+        return self.state.totals
+
+    @property
+    def rank_names(self) -> tuple[str, ...]:
+        """Living ranks, in order of joining."""
+        return tuple(self.state.ranks)
+
+    def rank_view(self, rank_name: str) -> RankView | None:
+        rank = self.state.ranks.get(rank_name)
+        return None if rank is None else views.rank_view(rank)
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """Where a live request is and why; None when no such request is live."""
+        request = self.state.requests.get(request_id)
+        return None if request is None else views.explain(self.state, request)
+
+    def audit(self) -> tuple[RankAuditFacts, ...]:
+        """Count every block of every rank from the tables, and check all invariants."""
+        return tuple(invariants.audit(self.state, rank) for rank in self.state.ranks.values())
+
+    def next_deadline(self) -> float | None:
+        """When a Tick has something to do, if nothing else happens before."""
+        times = [self.state.deadlines[0][0]] if self.state.deadlines else []
+        grace = self.state.config.no_worker_grace_s
+        times += [since + grace for since in self.state.unholdable_since.values()]
+        return min(times, default=None)
+
+    def queued(self) -> list[Request]:
+        """Queued requests, skipped lane first (for tests and status)."""
+        return [r for r in self.state.queue if r.status in QUEUED]

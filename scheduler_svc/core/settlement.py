@@ -1,0 +1,209 @@
+"""Acknowledgements and the ends of epochs: what was in flight becomes settled, tokens are appended, requests stop,
+fences open. Decides nobody's turn."""
+
+from __future__ import annotations
+
+from scheduler_svc.core import lifecycle, stopping
+from scheduler_svc.core.events import EndReason, StepAcked, TokensProduced, WorkerProtocolError
+from scheduler_svc.core.inflight import StepRecord
+from scheduler_svc.core.rank import RankState
+from scheduler_svc.core.request import FINISHED, Request, Status
+from scheduler_svc.core.state import CoreState
+
+_ENDED = {EndReason.STOP: Status.FINISHED_STOPPED, EndReason.LENGTH: Status.FINISHED_LENGTH}
+
+
+def acknowledge(state: CoreState, event: StepAcked) -> None:
+    """Take in the answer to the oldest step of a rank. Raises WorkerProtocolError, nothing changed, when it does not
+    fit."""
+    rank = state.ranks.get(event.rank)
+    if rank is None or rank.epoch != event.epoch:
+        # A late result of an ended epoch.
+        return
+    record = _checked(rank, event)
+    rank.window.acknowledge()
+    rank.kv.release_due(rank.window.acked_fence)
+    rank.reuse_rows(record.released_rows)
+    first_effect = len(state.effects)
+    if record.has_drafts or event.counts is not None:
+        produced = _settle_counted(state, record, event)
+    else:
+        produced = _settle_plain(state, record, event.sampled)
+    if produced.handles:
+        state.totals.num_output_tokens += len(produced.tokens)
+        state.effects.insert(first_effect, produced)
+
+
+def _checked(rank: RankState, event: StepAcked) -> StepRecord:
+    """The record the answer is about, if the answer has exactly the rows and ids it must have (contract rule 9)."""
+    record = rank.window.oldest
+    if record is None or record.step_seq != event.step_seq:
+        expected = "none" if record is None else str(record.step_seq)
+        raise WorkerProtocolError(f"result for step {event.step_seq} of {event.rank}; expected step {expected}")
+    sampled, counts = event.sampled, event.counts
+    if sampled and not (min(sampled) >= 0 and max(sampled) < rank.vocab_size):
+        raise WorkerProtocolError(f"step {event.step_seq}: a token id is outside 0 to {rank.vocab_size - 1}")
+    if counts is None:
+        if len(sampled) != record.num_sampling:
+            raise WorkerProtocolError(
+                f"step {event.step_seq}: {len(sampled)} sampled tokens for {record.num_sampling} sampling rows"
+            )
+        return record
+    fits = len(counts) == len(record.expected) and all(
+        0 <= count <= most for count, most in zip(counts, record.expected, strict=True)
+    )
+    if not fits or sum(counts) != len(sampled):
+        raise WorkerProtocolError(f"step {event.step_seq}: token counts do not fit its rows")
+    return record
+
+
+def _settle_plain(state: CoreState, record: StepRecord, sampled: list[int]) -> TokensProduced:
+    """One token for each sampling row: the common case, and what an acknowledgement costs."""
+    publishes = state.config.async_scheduling
+    handles: list[int] = []
+    tokens: list[int] = []
+    add_handle, add_token = handles.append, tokens.append
+    next_token = iter(sampled).__next__
+    for request, n, run, expected in zip(record.requests, record.num_tokens, record.runs, record.expected, strict=True):
+        if request.run != run:
+            if expected:
+                token = next_token()
+                if _append_stale(state, request, run, [token], 1):
+                    add_handle(request.handle)
+                    add_token(token)
+            continue
+        request.in_flight -= n
+        request.settled += n
+        if expected:
+            token = next_token()
+            request.awaited -= 1
+            request.tokens.append(token)
+            request.num_tokens += 1
+            add_handle(request.handle)
+            add_token(token)
+            if request.num_tokens >= request.limit or token in request.stops:
+                _stop_if_due(state, request, token)
+        if request.settled >= request.publish_at and publishes and request.status is Status.RUNNING:
+            request.rank.kv.publish(request, request.settled)  # type: ignore[union-attr]
+    return TokensProduced(handles, None, tokens)
+
+
+def _settle_counted(state: CoreState, record: StepRecord, event: StepAcked) -> TokensProduced:
+    """Rows with drafts, or with a count column: each yields between nothing and 1 + its drafts."""
+    counts = event.counts
+    if counts is None:
+        counts = [min(expected, 1) for expected in record.expected]
+    handles: list[int] = []
+    out_counts: list[int] = []
+    tokens: list[int] = []
+    at = 0
+    rows = zip(record.requests, record.num_tokens, record.runs, record.expected, counts, strict=True)
+    for request, n, run, expected, count in rows:
+        row = event.sampled[at : at + count]
+        at += count
+        if request.run != run:
+            kept = row if expected and _append_stale(state, request, run, row, expected) else []
+        else:
+            kept = _settle_row(state, request, n, expected, row)
+        if kept:
+            handles.append(request.handle)
+            out_counts.append(len(kept))
+            tokens += kept
+    return TokensProduced(handles, out_counts, tokens)
+
+
+def _settle_row(state: CoreState, request: Request, n: int, expected: int, row: list[int]) -> list[int]:
+    """Settle one row of 1 + k tokens: drafts behind the accepted ones were never computed, as far as anyone will read.
+    Returns the tokens that belong to the request."""
+    request.in_flight -= n
+    # A sampling row that yields nothing has computed none of what it was to verify (F39).
+    request.settled += n - (expected - len(row))
+    request.awaited -= expected
+    if expected > 1:
+        request.awaited_drafts -= expected - 1
+    kept: list[int] = []
+    for token in row:
+        request.tokens.append(token)
+        request.num_tokens += 1
+        kept.append(token)
+        if (request.num_tokens >= request.limit or token in request.stops) and _stop_if_due(state, request, token):
+            return kept
+    if state.config.async_scheduling and request.settled >= request.publish_at:
+        request.rank.kv.publish(request, request.settled)  # type: ignore[union-attr]
+    if kept and state.proposer is not None:
+        request.drafts = state.proposer.propose(request.tokens)
+    return kept
+
+
+def _append_stale(state: CoreState, request: Request, run: int, row: list[int], expected: int) -> bool:
+    """A row of an earlier run: its tokens count (the recompute will include them), its progress does not. Returns
+    whether they were kept: tokens of ended requests, and of runs below a reset's mark, are dropped (contract rule
+    6)."""
+    if request.status in FINISHED or run < request.reset_mark:
+        return False
+    request.awaited -= expected
+    request.awaited_drafts -= expected - 1
+    for index, token in enumerate(row):
+        request.tokens.append(token)
+        request.num_tokens += 1
+        if (request.num_tokens >= request.limit or token in request.stops) and _stop_if_due(state, request, token):
+            del row[index + 1 :]
+            break
+    return bool(row)
+
+
+def _stop_if_due(state: CoreState, request: Request, token: int) -> bool:
+    verdict = stopping.check(request, token)
+    if verdict is None:
+        return False
+    reason, stop_token_id = verdict
+    lifecycle.finish(state, request, _ENDED[reason], reason, stop_token_id=stop_token_id)
+    return True
+
+
+# --- the end of an epoch ------------------------------------------------------------------------------------------
+
+
+def end_epoch(state: CoreState, rank: RankState, *, blameless: bool) -> None:
+    """The rank is gone with all it held: whatever ran there is preempted and goes to the head of the queue in running
+    order, nothing of it is awaited any more, its fences and its prefix index vanish with the rank's state."""
+    del state.ranks[rank.name]
+    touched = _forget_awaited(rank)
+    if not blameless:
+        for request in touched:
+            _count_fruitless_epoch(request)
+    orphans = list(rank.running)
+    for request in reversed(orphans):
+        lifecycle.preempt(state, rank, request, beneficiary="", cause="rank_lost")
+        state.queue.prepend(request)
+    _fail_poison(state, touched)
+
+
+def _forget_awaited(rank: RankState) -> list[Request]:
+    """Requests with rows in the rank's flight, each once, in the order of the rows; they await nothing any more."""
+    touched: dict[Request, None] = {}
+    for record in rank.window.clear():
+        for request, run in zip(record.requests, record.runs, strict=True):
+            if request.status not in FINISHED and run >= request.reset_mark:
+                touched[request] = None
+    for request in touched:
+        request.awaited = request.awaited_drafts = 0
+    return list(touched)
+
+
+def _count_fruitless_epoch(request: Request) -> None:
+    request.fruitless_epochs = request.fruitless_epochs + 1 if request.num_tokens == request.tokens_at_loss else 1
+    request.tokens_at_loss = request.num_tokens
+
+
+def _fail_poison(state: CoreState, touched: list[Request]) -> None:
+    limit = state.config.max_fruitless_epochs
+    for request in touched:
+        if limit and request.fruitless_epochs >= limit:
+            lifecycle.finish(
+                state,
+                request,
+                Status.FINISHED_ERROR,
+                EndReason.WORKER_FAULT,
+                message=f"{request.fruitless_epochs} workers in a row failed while computing this request.",
+            )

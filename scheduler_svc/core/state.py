@@ -1,0 +1,80 @@
+"""What the scheduler knows: one object that the deciding modules share, and the counts it keeps."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from heapq import heappush
+
+from scheduler_svc.core.config import Fence, SchedulerConfig
+from scheduler_svc.core.drafts import NgramProposer
+from scheduler_svc.core.events import Effect, PauseState
+from scheduler_svc.core.queues import WaitingQueue
+from scheduler_svc.core.rank import RankState
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.skip_reason import SkipReason
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since the start. Tokens computed and recomputed are those dispatched."""
+
+    num_accepted: int = 0
+    num_refused: int = 0
+    num_finished: int = 0
+    num_failed: int = 0
+    num_aborted: int = 0
+    # By the scheduler's own choice; for want of blocks, or by a reset of the prefix cache.
+    num_preemptions: int = 0
+    num_requeued_after_worker_loss: int = 0
+    num_computed_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_deferring_steps: int = 0
+
+
+class CoreState:
+    """Everything mutable. `ranks` holds the living ranks by name, in order of joining."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.now = 0.0
+        self.queue = WaitingQueue(config.policy)
+        # Live requests by id.
+        self.requests: dict[str, Request] = {}
+        self.ranks: dict[str, RankState] = {}
+        # The smaller of the configured and the model's.
+        self.max_model_len = config.max_model_len
+        self.vocab_size: int | None = None
+        self.pause = PauseState.UNPAUSED
+        self.is_draining = False
+        self.effects: list[Effect] = []
+        self.totals = Totals()
+        self.next_sequence = 0
+        self.deferring_frees = config.fence is Fence.ALWAYS
+        self.proposer = NgramProposer(config.num_speculative_tokens) if config.proposes_drafts else None
+        # When the last rank was lost; None while one lives, or before any ever joined.
+        self.no_rank_since: float | None = None
+        # Usable blocks of the largest living rank, or of the last one that lived.
+        self.largest_pool = 0
+        # Queued requests that no living rank can hold, with the time since when.
+        self.unholdable_since: dict[str, float] = {}
+        self.deadlines: list[tuple[float, int, str]] = []
+        # Times at which the last requests ended, for RetryInfo.
+        self.recent_ends: deque[float] = deque(maxlen=64)
+        # Why the last walk over the queue of any rank ended, and at which request.
+        self.admission_stopped: tuple[SkipReason, Request] | None = None
+
+    def living(self, request: Request) -> RankState | None:
+        """The request's rank, if that epoch of it still lives."""
+        rank = request.rank
+        return rank if rank is not None and self.ranks.get(rank.name) is rank else None
+
+    def watch_deadline(self, request: Request) -> None:
+        if request.deadline is not None:
+            heappush(self.deadlines, (request.deadline, request.sequence, request.request_id))
+
+    def blocks_needed(self, request: Request) -> int:
+        """Blocks that hold it at its greatest length; the last token of all needs no slot."""
+        return -(-(request.limit - 1) // self.config.block_size)

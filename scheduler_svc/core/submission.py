@@ -1,0 +1,143 @@
+"""May this request ever run, and within which limits? Asked once, when it arrives (D11 feasibility, D30)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler_svc.core.config import Policy
+from scheduler_svc.core.events import RefusalReason, RequestArrived, RequestRefused
+from scheduler_svc.core.state import CoreState
+
+# Larger than any sequence: "as many as fit".
+_UNBOUNDED = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What was clipped to what fits."""
+
+    max_tokens: int
+    min_tokens: int
+    # Total tokens at which it ends with LENGTH, and the first position no row may compute.
+    limit: int
+    row_limit: int
+
+
+def judge(state: CoreState, event: RequestArrived) -> Limits | RequestRefused:
+    """Limits for an acceptable request, else the refusal. Changes nothing."""
+    return _refusal_before_sizes(state, event) or _fit(state, event)
+
+
+def _refuse(event: RequestArrived, reason: RefusalReason, message: str, **metadata: object) -> RequestRefused:
+    return RequestRefused(
+        event.handle, event.request_id, reason, message, {name: str(value) for name, value in metadata.items()}
+    )
+
+
+def _refusal_before_sizes(state: CoreState, event: RequestArrived) -> RequestRefused | None:
+    if state.is_draining:
+        return _refuse(event, RefusalReason.DRAINING, "The scheduler is shutting down; send the request again.")
+    if event.request_id in state.requests:
+        return _refuse(
+            event,
+            RefusalReason.DUPLICATE_REQUEST_ID,
+            f"Request id {event.request_id!r} is live; use another one, or wait for its end.",
+        )
+    if not state.config.refuse_infeasible:
+        return None
+    if event.priority and state.config.policy is Policy.FCFS:
+        return _refuse(
+            event,
+            RefusalReason.PRIORITY_NOT_SUPPORTED,
+            f"Priority {event.priority} needs the scheduler to run with --policy priority; it runs fcfs.",
+        )
+    if (reason := _no_worker(state)) is not None:
+        return _refuse(event, RefusalReason.NO_WORKER, reason)
+    return _bad_tokens(state, event) or _full_queue(state, event)
+
+
+def _no_worker(state: CoreState) -> str | None:
+    if state.ranks:
+        return None
+    if state.no_rank_since is None:
+        return "No worker has joined yet; start one, or wait until the service is ready."
+    if state.now - state.no_rank_since >= state.config.no_worker_grace_s:
+        return f"No worker has been up for {state.now - state.no_rank_since:.0f} s; try again later."
+    return None
+
+
+def _bad_tokens(state: CoreState, event: RequestArrived) -> RequestRefused | None:
+    if not event.prompt:
+        return _refuse(event, RefusalReason.EMPTY_PROMPT, "The prompt has no tokens; send at least one.")
+    if event.max_tokens < 0 or event.min_tokens < 0 or (event.max_tokens and event.min_tokens > event.max_tokens):
+        return _refuse(
+            event,
+            RefusalReason.INVALID_PARAMETER,
+            f"max_tokens {event.max_tokens} and min_tokens {event.min_tokens} must be 0 <= min_tokens <= max_tokens.",
+        )
+    vocab_size = state.vocab_size
+    if vocab_size is not None and not (min(event.prompt) >= 0 and max(event.prompt) < vocab_size):
+        return _refuse(
+            event,
+            RefusalReason.INVALID_PARAMETER,
+            f"Prompt token ids must be 0 to {vocab_size - 1}.",
+            vocab_size=vocab_size,
+        )
+    return None
+
+
+def _full_queue(state: CoreState, event: RequestArrived) -> RequestRefused | None:
+    config, queue = state.config, state.queue
+    num_tokens = queue.num_prompt_tokens + len(event.prompt)
+    if len(queue) < config.max_queued_requests and num_tokens <= config.max_queued_tokens:
+        return None
+    return RequestRefused(
+        event.handle,
+        event.request_id,
+        RefusalReason.QUEUE_FULL,
+        f"{len(queue)} requests with {queue.num_prompt_tokens} prompt tokens are waiting; try again later.",
+        {"max_queued_requests": str(config.max_queued_requests), "max_queued_tokens": str(config.max_queued_tokens)},
+        retry_after_s=_time_for_room(state),
+    )
+
+
+def _time_for_room(state: CoreState) -> float:
+    """Seconds in which, at the pace of the last ends, an eighth of the queue will have left: callers that come back
+    then do not all meet a full queue again."""
+    ends = state.recent_ends
+    if len(ends) < 2 or state.now <= ends[0]:
+        return 1.0
+    pace = len(ends) / (state.now - ends[0])
+    return min(60.0, max(0.1, (len(state.queue) / 8 + 1) / pace))
+
+
+def _fit(state: CoreState, event: RequestArrived) -> Limits | RequestRefused:
+    """Clip to the model's length and to what the largest pool can hold."""
+    num_prompt, longest = len(event.prompt), state.max_model_len
+    if not state.config.refuse_infeasible:
+        max_tokens = event.max_tokens or longest
+        limit = min(num_prompt + max_tokens, longest)
+        return Limits(max_tokens, event.min_tokens, limit, longest - 1)
+    if num_prompt >= longest:
+        return _refuse(
+            event,
+            RefusalReason.PROMPT_TOO_LONG,
+            f"The prompt has {num_prompt} tokens; with at least one to generate, {longest - 1} are the most.",
+            num_prompt_tokens=num_prompt,
+            max_model_len=longest,
+        )
+    max_tokens = min(event.max_tokens or _UNBOUNDED, longest - num_prompt)
+    available = state.largest_pool * state.config.block_size
+    needed = num_prompt + (max_tokens if event.max_tokens else 1) - 1
+    if needed > available:
+        return _refuse(
+            event,
+            RefusalReason.EXCEEDS_KV_CAPACITY,
+            f"Prompt and max_tokens need {needed} KV slots; the largest worker has {available}. "
+            "Ask for fewer tokens, or give the worker more KV memory.",
+            needed_tokens=needed,
+            available_tokens=available,
+        )
+    max_tokens = min(max_tokens, available - num_prompt + 1)
+    limit = num_prompt + max_tokens
+    return Limits(max_tokens, min(event.min_tokens, max_tokens), limit, limit - 1)

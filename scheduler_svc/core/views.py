@@ -1,0 +1,105 @@
+"""What the scheduler tells about itself: status of ranks, the audit of KV blocks, and why a request stands where it
+stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler_svc.core.events import PauseState
+from scheduler_svc.core.rank import RankState
+from scheduler_svc.core.request import Request, Status
+from scheduler_svc.core.skip_reason import SkipReason
+from scheduler_svc.core.state import CoreState
+
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    """One rank, now."""
+
+    rank: str
+    epoch: int
+    num_running: int
+    num_blocks: int
+    num_free_blocks: int
+    num_parked_blocks: int
+    sent_step_seq: int
+    acked_step_seq: int
+    is_draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RankAuditFacts:
+    """Blocks of one rank, counted from the tables: free + held + parked = usable when consistent."""
+
+    rank: str
+    usable: int
+    free: int
+    held: int
+    parked: int
+    violations: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Where a request is and why it does not run, if it does not."""
+
+    request_id: str
+    status: str
+    rank: str | None
+    # None: the rank's newest step holds a row of it.
+    reason: SkipReason | None
+    # Names, in a sentence, what it waits for.
+    detail: str
+
+
+def rank_view(rank: RankState) -> RankView:
+    return RankView(
+        rank=rank.name,
+        epoch=rank.epoch,
+        num_running=len(rank.running),
+        num_blocks=rank.kv.pool.num_blocks,
+        num_free_blocks=rank.kv.pool.num_free,
+        num_parked_blocks=rank.kv.pool.num_parked,
+        sent_step_seq=rank.window.newest_step,
+        acked_step_seq=rank.window.acked_step,
+        is_draining=rank.is_draining,
+    )
+
+
+def explain(state: CoreState, request: Request) -> Explanation:
+    """The stored reason where the last walk examined the request, else one derived from where that walk ended."""
+    if request.status is Status.RUNNING:
+        rank = request.rank
+        assert rank is not None
+        reason, detail = _why_not_scheduled(state, rank, request)
+        return Explanation(request.request_id, request.status.value, rank.name, reason, detail)
+    reason, detail = _why_not_admitted(state, request)
+    return Explanation(request.request_id, request.status.value, None, reason, detail)
+
+
+def _why_not_scheduled(state: CoreState, rank: RankState, request: Request) -> tuple[SkipReason | None, str]:
+    if request.last_fence == rank.window.newest_fence and request.last_fence > 0:
+        return None, f"in step {rank.window.newest_step} of {rank.name}"
+    if state.pause is PauseState.PAUSED_ALL:
+        return SkipReason.PAUSED, SkipReason.PAUSED.value
+    if rank.stopped_at is not None and request.admission_number >= rank.stopped_at[1]:
+        return rank.stopped_at[0], rank.stopped_at[0].value
+    reason = request.skip_reason or SkipReason.NOT_EXAMINED
+    return reason, reason.value
+
+
+def _why_not_admitted(state: CoreState, request: Request) -> tuple[SkipReason, str]:
+    if not state.ranks:
+        return SkipReason.NO_RANK, SkipReason.NO_RANK.value
+    if state.pause is not PauseState.UNPAUSED:
+        return SkipReason.PAUSED, SkipReason.PAUSED.value
+    if all(rank.is_draining for rank in state.ranks.values()):
+        return SkipReason.RANK_DRAINING, SkipReason.RANK_DRAINING.value
+    if request.skip_reason is not None:
+        return request.skip_reason, request.skip_reason.value
+    if state.admission_stopped is not None:
+        reason, head = state.admission_stopped
+        return SkipReason.BEHIND, f"behind {head.request_id}, which waits: {reason.value}"
+    if all(rank.window.is_full for rank in state.ranks.values()):
+        return SkipReason.WINDOW_FULL, SkipReason.WINDOW_FULL.value
+    return SkipReason.NOT_EXAMINED, SkipReason.NOT_EXAMINED.value
