@@ -67,6 +67,7 @@ WORKER_SETTINGS: Final[frozenset[str]] = frozenset(
         "gpu_memory_utilization",
         "max_model_len",
         "threads",
+        "script",
         "drain_deadline_s",
         "log_format",
     }

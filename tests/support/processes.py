@@ -188,11 +188,15 @@ class Deployment:
     def wait_ready(self, patience_s: float = PATIENCE_S) -> None:
         """Wait until every process started is ready; fails at once when one ends meanwhile."""
         for process in self.processes:
-            wait_until(
-                lambda process=process: not process.is_running or check(process.address, None, 5.0).serving,  # type:
-                ignore[misc] f"{process.name} is ready", patience_s,
-            )
-            assert process.is_running, process.tail()
+            self._wait_ready(process, patience_s)
+
+    def _wait_ready(self, process: Process, patience_s: float) -> None:
+        wait_until(
+            lambda: not process.is_running or check(process.address, None, 5.0).serving,
+            f"{process.name} is ready",
+            patience_s,
+        )
+        assert process.is_running, f"{process.name} ended instead of getting ready"
 
     @contextlib.contextmanager
     def admin(self) -> Iterator[admin_service_pb2_grpc.AdminServiceStub]:
