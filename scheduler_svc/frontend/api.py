@@ -1,0 +1,100 @@
+"""GenerationService: the thin layer between gRPC and the front end's engine. The proto says what each call promises."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, NoReturn, TypeVar
+
+import grpc
+import grpc.aio
+
+from scheduler_svc.frontend import codec
+from scheduler_svc.frontend.calls import Accepted, Delta, Finished
+from scheduler_svc.frontend.engine import FrontEnd
+from scheduler_svc.frontend.errors import INTERNAL, RequestError
+from stepfence.v1 import generation_service_pb2 as generation_pb2
+from stepfence.v1.generation_service_pb2_grpc import GenerationServiceServicer
+
+_STATUS_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
+_DETAILS_KEY: Final = "grpc-status-details-bin"
+
+T = TypeVar("T")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+log = logging.getLogger(__name__)
+
+
+class GenerationServicer(GenerationServiceServicer):
+    """Handlers are plain coroutines that write, not generators: a cancelled call is cancelled where it waits, so what
+    it holds is released at once and not when a generator is collected."""
+
+    def __init__(self, front_end: FrontEnd) -> None:
+        self._front_end = front_end
+
+    async def Generate(self, request: generation_pb2.GenerateRequest, context: Context) -> None:
+        async def deliver(event: Accepted | Delta | Finished) -> None:
+            await context.write(codec.encode_event(event))
+
+        await self._answer(context, lambda: self._run(request, context, deliver))
+
+    async def Complete(
+        self, request: generation_pb2.CompleteRequest, context: Context
+    ) -> generation_pb2.CompleteResponse:
+        events: list[Accepted | Delta | Finished] = []
+
+        async def collect(event: Accepted | Delta | Finished) -> None:
+            events.append(event)
+
+        await self._answer(context, lambda: self._run(request.request, context, collect))
+        accepted, *deltas, finished = events
+        assert isinstance(accepted, Accepted)
+        assert isinstance(finished, Finished)
+        return codec.encode_complete(accepted, [delta for delta in deltas if isinstance(delta, Delta)], finished)
+
+    async def Abort(self, request: generation_pb2.AbortRequest, context: Context) -> generation_pb2.AbortResponse:
+        async def abort() -> generation_pb2.AbortResponse:
+            self._front_end.abort(request.request_id)
+            return generation_pb2.AbortResponse()
+
+        return await self._answer(context, abort)
+
+    async def GetModel(
+        self, request: generation_pb2.GetModelRequest, context: Context
+    ) -> generation_pb2.GetModelResponse:
+        async def model() -> generation_pb2.GetModelResponse:
+            return generation_pb2.GetModelResponse(model=codec.encode_model(self._front_end.model))
+
+        return await self._answer(context, model)
+
+    async def _run(
+        self,
+        request: generation_pb2.GenerateRequest,
+        context: Context,
+        deliver: Callable[[Accepted | Delta | Finished], Awaitable[None]],
+    ) -> None:
+        """Streams and answers are made here, by the same code."""
+        with self._front_end.stream():
+            call = codec.decode_call(request)
+            with await self._front_end.start(call, context.time_remaining) as generation:
+                while (event := await generation.next()) is not None:
+                    await deliver(event)
+
+    async def _answer(self, context: Context, work: Callable[[], Awaitable[T]]) -> T:
+        """Turns errors into a status with details; what is not foreseen is logged and not told."""
+        try:
+            return await work()
+        except RequestError as error:
+            await _abort(context, error)
+        except Exception:
+            # A write on a call that is gone fails in ways that do not matter to anybody.
+            if not context.done():
+                log.exception("call failed")
+            await _abort(context, RequestError(INTERNAL))
+
+
+async def _abort(context: Context, error: RequestError) -> NoReturn:
+    status = codec.encode_error(error)
+    code = _STATUS_CODES[status.code]
+    await context.abort(code, status.message, ((_DETAILS_KEY, status.SerializeToString()),))
+    raise AssertionError("abort returned")

@@ -1,0 +1,252 @@
+"""The front end without its server: takes decoded calls, gives back running generations. Knows every live request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from array import array
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from typing import TypeVar
+
+from scheduler_svc.frontend.calls import (
+    ChatPrompt,
+    GenerateCall,
+    IdsPrompt,
+    ModelDescription,
+    ResolvedSampling,
+    Submission,
+    TextPrompt,
+)
+from scheduler_svc.frontend.errors import (
+    DEADLINE,
+    DRAINING,
+    ChatError,
+    Code,
+    Failure,
+    RequestError,
+    Violation,
+    invalid,
+    quoted,
+)
+from scheduler_svc.frontend.generation import Generation
+from scheduler_svc.frontend.limits import Limits
+from scheduler_svc.frontend.output_text import OutputAssembler
+from scheduler_svc.frontend.resolve import (
+    check_model,
+    check_parameters,
+    check_prompt_ids,
+    check_prompt_length,
+    resolve_sampling,
+)
+from scheduler_svc.frontend.session_client import ServedModel, SessionClient
+from scheduler_svc.frontend.stops import StopMatcher
+from scheduler_svc.frontend.text import Tokenizer
+
+T = TypeVar("T")
+
+
+class FrontEnd:
+    """Starts, finds and ends the requests of this front end.
+
+    executor: where long texts are tokenized; None: on the spot (for simulations, where threads would be chance).
+    """
+
+    def __init__(
+        self, session: SessionClient, *, limits: Limits, rng: random.Random, executor: Executor | None = None
+    ) -> None:
+        self._session = session
+        self._limits = limits
+        self._rng = rng
+        self._executor = executor
+        self._live: dict[str, Generation] = {}
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # --- what holds now ---
+
+    @property
+    def num_live(self) -> int:
+        """Requests that were submitted and have not ended."""
+        return len(self._live)
+
+    @property
+    def num_streams(self) -> int:
+        """Client calls now open."""
+        return self._session.num_live_streams
+
+    @property
+    def not_ready_cause(self) -> str | None:
+        return "the front end is draining" if self._draining else self._session.not_ready_cause
+
+    @property
+    def model(self) -> ModelDescription:
+        """The served model. Raises RequestError UNAVAILABLE."""
+        return self._session.model.description
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[None]:
+        """Around every client call."""
+        self._session.num_live_streams += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._session.num_live_streams -= 1
+            if not self._session.num_live_streams:
+                self._idle.set()
+
+    # --- requests ---
+
+    async def start(self, call: GenerateCall, time_left: Callable[[], float | None]) -> Generation:
+        """Check, tokenize, resolve, submit. time_left: seconds until the client's deadline, None without one.
+
+        Raises RequestError. The result must be entered (`with`) without awaiting anything in between.
+        """
+        self._check_open()
+        served = self._session.model
+        check_model(call, served.description)
+        check_parameters(call, served.description, self._limits, self._session.policy)
+        self._check_id(call.request_id)
+        token_ids = await self._prompt_token_ids(call, served)
+        sampling = resolve_sampling(call.sampling, served.description, self._rng)
+        output = self._output(call, served, sampling, token_ids)
+        # Tokenizing may have taken a while.
+        self._check_open()
+        self._check_id(call.request_id)
+        timeout_s = self._timeout(time_left())
+        submission = Submission(
+            request_id=call.request_id or f"gen-{self._rng.getrandbits(128):032x}",
+            prompt_token_ids=token_ids,
+            sampling=sampling,
+            priority=call.priority,
+            cache_salt=call.cache_salt,
+            timeout_s=timeout_s,
+        )
+        return self._submit(submission, output)
+
+    def abort(self, request_id: str) -> None:
+        """Raises RequestError NOT_FOUND when it is not live here."""
+        generation = self._live.get(request_id)
+        if generation is None:
+            message = f"no live request {quoted(request_id)} at this front end; it may have ended"
+            raise RequestError(Failure(Code.NOT_FOUND, "REQUEST_NOT_FOUND", message))
+        generation.abort()
+
+    def _timeout(self, time_left_s: float | None) -> float | None:
+        """Ends a little before the client's deadline, so that the usage reaches a client that is still listening."""
+        if time_left_s is None:
+            return None
+        if time_left_s <= 0:
+            raise RequestError(DEADLINE)
+        return time_left_s - min(self._limits.deadline_margin_s, time_left_s / 10)
+
+    def _submit(self, submission: Submission, output: OutputAssembler) -> Generation:
+        request_id = submission.request_id
+        generation = Generation(request_id, len(submission.prompt_token_ids), output, self._session, self._limits)
+        generation.submitted(self._session.submit(submission, generation))
+        generation.on_end = lambda: self._forget(request_id)
+        self._live[request_id] = generation
+        return generation
+
+    def _forget(self, request_id: str) -> None:
+        del self._live[request_id]
+
+    def _check_open(self) -> None:
+        if self._draining:
+            raise RequestError(DRAINING)
+
+    def _check_id(self, request_id: str) -> None:
+        if request_id in self._live:
+            message = f"a request with the id {quoted(request_id)} is live; its id is free again when it has ended"
+            raise RequestError(Failure(Code.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID", message))
+
+    def _output(
+        self, call: GenerateCall, served: ServedModel, sampling: ResolvedSampling, token_ids: array[int]
+    ) -> OutputAssembler:
+        stop = call.sampling.stop
+        if stop:
+            _needed(served.tokenizer, "sampling.stop")
+        return OutputAssembler(
+            None if served.tokenizer is None else served.tokenizer.decoder(token_ids),
+            StopMatcher(stop) if stop else None,
+            stop_ids=frozenset(sampling.eos_token_ids) | frozenset(sampling.stop_token_ids),
+            min_tokens=sampling.min_tokens,
+        )
+
+    # --- prompts ---
+
+    async def _prompt_token_ids(self, call: GenerateCall, served: ServedModel) -> array[int]:
+        prompt = call.prompt
+        if isinstance(prompt, IdsPrompt):
+            # The length first: it bounds the work.
+            check_prompt_length(len(prompt.token_ids), served.description)
+            token_ids = prompt.token_ids
+        elif isinstance(prompt, TextPrompt) and prompt.text:
+            token_ids = array("I", await self._encode_text(prompt.text, served))
+        elif isinstance(prompt, ChatPrompt):
+            token_ids = array("I", await self._encode_chat(prompt, served))
+        else:
+            token_ids = array("I")
+        check_prompt_ids(len(token_ids), max(token_ids, default=0), served.description)
+        return token_ids
+
+    async def _encode_text(self, text: str, served: ServedModel) -> list[int]:
+        tokenizer = _needed(served.tokenizer, "text")
+        num_bytes = len(text.encode())
+        self._check_size(num_bytes, "text")
+        return await self._beside(num_bytes, lambda: tokenizer.encode_text(text))
+
+    async def _encode_chat(self, prompt: ChatPrompt, served: ServedModel) -> list[int]:
+        tokenizer = _needed(served.tokenizer, "chat")
+        num_bytes = sum(len(m.role.encode()) + len(m.content.encode()) for m in prompt.messages)
+        self._check_size(num_bytes, "chat")
+        if len(prompt.messages) > self._limits.max_chat_messages:
+            description = f"at most {self._limits.max_chat_messages} messages, not {len(prompt.messages)}"
+            raise invalid((Violation("chat.messages", description),), "PROMPT_TOO_LARGE")
+        try:
+            return await self._beside(num_bytes, lambda: tokenizer.encode_chat(prompt.messages))
+        except ChatError as error:
+            raise invalid((Violation("chat", str(error)),), "INVALID_CHAT") from error
+
+    def _check_size(self, num_bytes: int, field: str) -> None:
+        limit = self._limits.max_prompt_bytes
+        if num_bytes > limit:
+            violation = Violation(field, f"has {num_bytes} bytes; at most {limit}")
+            raise invalid((violation,), "PROMPT_TOO_LARGE", num_bytes=num_bytes, max_bytes=limit)
+
+    async def _beside(self, num_bytes: int, work: Callable[[], T]) -> T:
+        if self._executor is None or num_bytes <= self._limits.max_inline_text_bytes:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    # --- the end ---
+
+    def begin_drain(self) -> None:
+        """Refuse new requests from now on."""
+        self._draining = True
+        self._session.on_change()
+
+    async def wait_idle(self) -> None:
+        """Until no client call is open."""
+        await self._idle.wait()
+
+    def cut_all(self) -> int:
+        """End what is live: DRAINING, with the usage the scheduler still tells. The number of requests."""
+        generations = list(self._live.values())
+        for generation in generations:
+            generation.cut(DRAINING)
+        return len(generations)
+
+    def give_up_all(self) -> None:
+        """The same without waiting for the scheduler."""
+        for generation in list(self._live.values()):
+            generation.give_up(DRAINING)
+
+
+def _needed(tokenizer: Tokenizer | None, field: str) -> Tokenizer:
+    if tokenizer is None:
+        raise invalid((Violation(field, "the model has no tokenizer; send token ids"),), "NO_TOKENIZER")
+    return tokenizer

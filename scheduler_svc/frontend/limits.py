@@ -1,0 +1,34 @@
+"""Every bound of the front end in one place, with its unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a client, or a slow part of the system, can make the front end hold. Sizes in bytes of UTF-8 where not said
+    otherwise."""
+
+    # Text, or all roles and contents of a chat together.
+    max_prompt_bytes: int = 1 << 20
+    max_chat_messages: int = 4096
+    max_request_id_bytes: int = 256
+    max_salt_bytes: int = 256
+    max_stop_strings: int = 16
+    max_stop_string_bytes: int = 1024
+    max_stop_ids: int = 128
+    max_temperature: float = 100.0
+    # Deltas a client has not taken yet: this many coalesce into one ...
+    max_undelivered_deltas: int = 256
+    # ... and a client with more text and ids (4 bytes each) than this waiting is given up.
+    max_undelivered_bytes: int = 1 << 20
+    # Frames waiting to be sent to the scheduler, and the part of it that goes into one frame.
+    max_outbox_bytes: int = 64 << 20
+    max_frame_bytes: int = 1 << 20
+    # One gRPC message, both ways.
+    max_message_bytes: int = 16 << 20
+    # Seconds (at most a tenth of the time left) by which a request ends before its client's deadline.
+    deadline_margin_s: float = 0.05
+    # Texts up to this length are tokenized on the spot, longer ones in a thread.
+    max_inline_text_bytes: int = 2048

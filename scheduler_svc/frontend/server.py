@@ -1,0 +1,239 @@
+"""The front end process: server, health, signals, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import random
+import signal
+import socket
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import grpc.aio
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from scheduler_svc import logs
+from scheduler_svc.config import FrontendSettings
+from scheduler_svc.frontend.api import GenerationServicer
+from scheduler_svc.frontend.engine import FrontEnd
+from scheduler_svc.frontend.limits import Limits
+from scheduler_svc.frontend.session_client import SessionClient
+from scheduler_svc.frontend.session_transport import GrpcTransport
+from scheduler_svc.frontend.text import Tokenizer, load_tokenizer
+from stepfence.v1 import generation_service_pb2, generation_service_pb2_grpc
+
+EXIT_OK: Final = 0
+EXIT_FATAL: Final = 1
+EXIT_CUT_OFF: Final = 3
+
+SERVICE: Final = generation_service_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
+
+# Tokenizing is the only thing done in threads; more would take the cores from the loop.
+_NUM_TOKENIZING_THREADS: Final = 2
+# Seconds for calls that were cut off to take their last message.
+_FAREWELL_S: Final = 1.0
+
+log = logging.getLogger(__name__)
+
+
+def run(settings: FrontendSettings) -> int:
+    """Serve until a signal; the exit code. Logs to stderr."""
+    logs.configure(settings.log_format)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(FrontEndProcess(settings).serve())
+
+
+class CannotListenError(Exception):
+    """The address cannot be listened on. The text says what to do."""
+
+
+def server_options(limits: Limits) -> tuple[tuple[str, int], ...]:
+    return (
+        # Another process on the same port is an error, not a way to share it.
+        ("grpc.so_reuseport", 0),
+        # Clients may ping as often as they like: a call that is silent for minutes must not be ended for it.
+        ("grpc.http2.min_ping_interval_without_data_ms", 10),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.max_send_message_length", limits.max_message_bytes),
+    )
+
+
+class FrontEndProcess:
+    """Everything one front end consists of. `serve` runs it; tests run it on a loop of their own.
+
+    port: the one really listened on, once `listening` is set.
+    """
+
+    def __init__(self, settings: FrontendSettings, *, rng: random.Random | None = None) -> None:
+        self._settings = settings
+        self._limits = Limits(max_prompt_bytes=settings.max_prompt_bytes)
+        self._rng = rng or random.SystemRandom()
+        self.port = 0
+        self.listening = asyncio.Event()
+        self._first_signal = asyncio.Event()
+        self._second_signal = asyncio.Event()
+        self._exit_at_once = 0
+        self._readiness_changed = asyncio.Event()
+
+    async def serve(self) -> int:
+        """Until a signal (or `stop`) and the drain that follows; the exit code."""
+        executor = ThreadPoolExecutor(_NUM_TOKENIZING_THREADS, thread_name_prefix="tokenize")
+        transport = GrpcTransport(self._settings.scheduler)
+        session = SessionClient(
+            transport,
+            lambda files: _load_tokenizer(executor, files),
+            front_end_id=f"{socket.gethostname()}-{os.getpid()}-{self._rng.getrandbits(16):04x}",
+            rng=self._rng,
+            limits=self._limits,
+        )
+        session.on_change = self._readiness_changed.set
+        self.front_end = FrontEnd(session, limits=self._limits, rng=self._rng, executor=executor)
+        try:
+            server, checks = self._build_server()
+        except CannotListenError as error:
+            log.error("cannot start", extra={"cause": str(error)})
+            await transport.close()
+            executor.shutdown(wait=False)
+            return EXIT_FATAL
+        await server.start()
+        tasks = [asyncio.create_task(session.run()), asyncio.create_task(self._keep_health(checks))]
+        self._announce()
+        try:
+            with self._signals():
+                return await self._until_stopped(server)
+        finally:
+            await server.stop(0)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await transport.close()
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    def stop(self, exit_at_once: int = 128 + signal.SIGTERM) -> None:
+        """As a signal: drain; called again, end at once with the given exit code."""
+        if self._first_signal.is_set():
+            self._exit_at_once = exit_at_once
+            self._second_signal.set()
+        self._first_signal.set()
+
+    # --- start ---
+
+    def _build_server(self) -> tuple[grpc.aio.Server, Any]:
+        server = grpc.aio.server(options=server_options(self._limits))
+        generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(self.front_end), server)
+        # The asynchronous servicer has no type stubs.
+        checks: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        listen = self._settings.listen
+        try:
+            self.port = server.add_insecure_port(listen)
+        except RuntimeError as error:
+            raise CannotListenError(
+                f"{listen} cannot be listened on (taken?); choose another address with --listen ({error})"
+            ) from error
+        if not self.port:
+            raise CannotListenError(f"{listen} cannot be listened on (taken?); choose another address with --listen")
+        return server, checks
+
+    def _announce(self) -> None:
+        host = self._settings.listen.rpartition(":")[0]
+        address = f"{host}:{self.port}"
+        log.info("listening", extra={"address": address, "service": SERVICE, "scheduler": self._settings.scheduler})
+        if not is_loopback(host):
+            log.warning(
+                "listening beyond this machine without TLS and without authentication", extra={"address": address}
+            )
+        self.listening.set()
+
+    # --- health ---
+
+    async def _keep_health(self, checks: Any) -> None:
+        """ "" is this process; the service's name is whether requests are taken, with the cause in the log."""
+        await checks.set("", health_pb2.HealthCheckResponse.SERVING)
+        told: str | None = ""
+        while True:
+            cause = self.front_end.not_ready_cause
+            serving = cause is None
+            status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+            await checks.set(SERVICE, status)
+            if cause != told:
+                log.info("ready" if serving else "not ready", extra={} if serving else {"cause": cause})
+                told = cause
+            await self._readiness_changed.wait()
+            self._readiness_changed.clear()
+
+    # --- stop ---
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        try:
+            for number in numbers:
+                loop.add_signal_handler(number, self.stop, 128 + number)
+        except (ValueError, RuntimeError):
+            # Not the main thread: whoever runs us there stops us.
+            pass
+        try:
+            yield
+        finally:
+            for number in numbers:
+                with contextlib.suppress(ValueError, RuntimeError):
+                    loop.remove_signal_handler(number)
+
+    async def _until_stopped(self, server: grpc.aio.Server) -> int:
+        await self._first_signal.wait()
+        self.front_end.begin_drain()
+        log.info(
+            "draining",
+            extra={"requests": self.front_end.num_live, "deadline_s": self._settings.drain_deadline_s},
+        )
+        if await self._idle_within(self._settings.drain_deadline_s):
+            # What was refused meanwhile gets its answer.
+            await server.stop(_FAREWELL_S)
+            log.info("stopped")
+            return EXIT_OK
+        if self._second_signal.is_set():
+            log.warning("stopped at once", extra={"requests": self.front_end.num_live})
+            return self._exit_at_once
+        num_cut = self.front_end.cut_all()
+        await self._idle_within(_FAREWELL_S)
+        self.front_end.give_up_all()
+        await self._idle_within(_FAREWELL_S)
+        await server.stop(_FAREWELL_S / 10)
+        log.warning("stopped with work cut off", extra={"requests": num_cut})
+        return self._exit_at_once or EXIT_CUT_OFF
+
+    async def _idle_within(self, seconds: float) -> bool:
+        """False when the time, or the patience of whoever sends signals, ran out first."""
+        idle = asyncio.create_task(self.front_end.wait_idle())
+        hurried = asyncio.create_task(self._second_signal.wait())
+        try:
+            await asyncio.wait((idle, hurried), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            return idle.done()
+        finally:
+            idle.cancel()
+            hurried.cancel()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+async def _load_tokenizer(executor: ThreadPoolExecutor, files: Mapping[str, bytes]) -> Tokenizer:
+    return await asyncio.get_running_loop().run_in_executor(executor, load_tokenizer, files)

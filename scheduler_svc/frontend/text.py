@@ -1,0 +1,304 @@
+"""Between text and token ids.
+
+A Tokenizer belongs to one model and is shared by all requests; encoding is thread-safe and may take long, so callers
+run it beside the event loop for long text. A TokenDecoder belongs to one output.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from scheduler_svc.frontend.calls import ChatMessage
+from scheduler_svc.frontend.chat import ChatTemplate, check_roles
+from scheduler_svc.frontend.errors import ChatError, TokenizerError
+from scheduler_svc.frontend.output_text import TokenDecoder
+
+TOKENIZER_FILE: Final = "tokenizer.json"
+CONFIG_FILE: Final = "tokenizer_config.json"
+TEMPLATE_FILE: Final = "chat_template.jinja"
+BYTE_TOKENIZER_FILE: Final = "byte_tokenizer.json"
+
+_REPLACEMENT: Final = "\ufffd"
+# Tokens of the prompt's end that a decoder without byte tables reads along, so that white space at the joint is kept.
+_NUM_CONTEXT_TOKENS: Final = 6
+# A UTF-8 character has at most four bytes: so many tokens ending in U+FFFD are no character on its way.
+_MAX_INCOMPLETE_TOKENS: Final = 4
+
+
+class Tokenizer(Protocol):
+    """Text to ids as the model prescribes, and back."""
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of a plain prompt, beginning-of-sequence included where the model wants it. Special tokens written in the
+        text are text."""
+        ...
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Ids of a conversation up to where the assistant answers. Special tokens written in a message are text. Raises
+        ChatError."""
+        ...
+
+    def decoder(self, prompt_token_ids: Sequence[int]) -> TokenDecoder:
+        """For the output that follows this prompt."""
+        ...
+
+
+def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
+    """A tokenizer from the model's files by name. Takes up to seconds. Raises TokenizerError."""
+    try:
+        if BYTE_TOKENIZER_FILE in files:
+            return ByteTokenizer(_object(files[BYTE_TOKENIZER_FILE], BYTE_TOKENIZER_FILE))
+        if TOKENIZER_FILE in files:
+            template = files[TEMPLATE_FILE].decode() if TEMPLATE_FILE in files else None
+            return HuggingFaceTokenizer(
+                files[TOKENIZER_FILE], _object(files.get(CONFIG_FILE, b"{}"), CONFIG_FILE), template
+            )
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"not UTF-8: {error}") from error
+    raise TokenizerError(f"no {TOKENIZER_FILE} and no {BYTE_TOKENIZER_FILE} among: {', '.join(files) or 'no files'}")
+
+
+def _object(data: bytes, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except ValueError as error:
+        raise TokenizerError(f"{name}: {error}") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{name}: not a JSON object")
+    return value
+
+
+class ByteDecoder:
+    """For vocabularies whose tokens are bytes: exact, whatever the split. Bytes that are no UTF-8 become U+FFFD exactly
+    as if all bytes were decoded at once."""
+
+    __slots__ = ("_bytes_of", "_utf8")
+
+    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+        """bytes_of: the bytes of a token, none for special and unknown ones."""
+        self._bytes_of = bytes_of
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        return self._utf8.decode(self._bytes_of(token_id))
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._utf8.getstate()[0])
+
+
+class WindowDecoder:
+    """For any other vocabulary: decodes a short window of tokens twice, without and with the new one, and takes what
+    was added. The window moves on with every complete character."""
+
+    __slots__ = ("_decode", "_num_read", "_window")
+
+    def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int]) -> None:
+        self._decode = decode
+        self._window = list(context)
+        # Tokens of the window whose text is out.
+        self._num_read = len(self._window)
+
+    def push(self, token_id: int) -> str:
+        self._window.append(token_id)
+        known = self._decode(self._window[: self._num_read])
+        text = self._decode(self._window)
+        num_new = len(self._window) - self._num_read
+        if text.endswith(_REPLACEMENT) and num_new < _MAX_INCOMPLETE_TOKENS:
+            return ""
+        if text == known:
+            # A special token: no context for what follows.
+            del self._window[self._num_read :]
+            return ""
+        self._window = self._window[self._num_read :]
+        self._num_read = len(self._window)
+        return text[len(known) :]
+
+    @property
+    def pending(self) -> bool:
+        return len(self._window) > self._num_read
+
+
+class HuggingFaceTokenizer:
+    """`tokenizer.json`, with what `tokenizer_config.json` says about bos, eos and the chat template; equal to
+    transformers' fast tokenizers, except that special tokens in a client's text are text."""
+
+    def __init__(self, tokenizer_json: bytes, config: Mapping[str, Any], template: str | None) -> None:
+        """template: chat_template.jinja, which comes before the one of the configuration. Raises TokenizerError."""
+        self._plain = _parse(tokenizer_json)
+        self._plain.encode_special_tokens = True
+        self._with_special = _parse(tokenizer_json)
+        self._named = _named_tokens(config)
+        if "add_bos_token" in config or "add_eos_token" in config:
+            self._plain.post_processor = _bos_eos_processor(self._plain, config, self._named)
+        added = self._plain.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._special = tuple(token.content for token in added.values() if token.special and token.content)
+        source = template if template is not None else _configured_template(config)
+        self._chat = None if source is None else ChatTemplate(source, self._named)
+        self._bytes: dict[int, bytes] | None = {} if _is_byte_level(tokenizer_json) else None
+
+    def encode_text(self, text: str) -> list[int]:
+        return _encode(self._plain, text, add_special_tokens=True)
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        check_roles(messages)
+        if self._chat is None:
+            raise ChatError("the model has no chat template; send text or token ids")
+        token_ids: list[int] = []
+        for piece in self._chat.render_pieces(messages, self._special):
+            tokenizer = self._plain if piece.plain else self._with_special
+            token_ids += _encode(tokenizer, piece.text, add_special_tokens=False)
+        return token_ids
+
+    def decoder(self, prompt_token_ids: Sequence[int]) -> TokenDecoder:
+        if self._bytes is not None:
+            return ByteDecoder(self._bytes_of)
+        return WindowDecoder(self._decode, prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._plain.decode(token_ids, skip_special_tokens=True))
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        assert self._bytes is not None
+        known = self._bytes.get(token_id)
+        if known is None:
+            token = None if token_id in self._special_ids else self._plain.id_to_token(token_id)
+            known = self._bytes[token_id] = b"" if token is None else _byte_level_bytes(token)
+        return known
+
+
+class ByteTokenizer:
+    """256 bytes, then special ids: the vocabulary of the scripted worker. The description is JSON: `chat_template`, and
+    optionally `special_tokens`, an object of texts and ids that its template may contain."""
+
+    def __init__(self, description: Mapping[str, Any]) -> None:
+        """Raises TokenizerError."""
+        special = description.get("special_tokens") or {}
+        if not isinstance(special, dict) or not all(isinstance(value, int) for value in special.values()):
+            raise TokenizerError(f"{BYTE_TOKENIZER_FILE}: special_tokens must be an object of texts and ids")
+        self._special: dict[str, int] = {text: token_id for text, token_id in special.items() if text}
+        source = description.get("chat_template")
+        self._chat = ChatTemplate(source, _named_tokens(description)) if isinstance(source, str) else None
+
+    def encode_text(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        check_roles(messages)
+        if self._chat is None:
+            raise ChatError("the model has no chat template; send text or token ids")
+        token_ids: list[int] = []
+        for piece in self._chat.render_pieces(messages, tuple(self._special)):
+            token_ids += list(piece.text.encode()) if piece.plain else self._encode_with_special(piece.text)
+        return token_ids
+
+    def decoder(self, prompt_token_ids: Sequence[int]) -> TokenDecoder:
+        return ByteDecoder(_single_byte)
+
+    def _encode_with_special(self, text: str) -> list[int]:
+        token_ids: list[int] = []
+        while text:
+            found = [(position, -len(name), name) for name in self._special if (position := text.find(name)) >= 0]
+            if not found:
+                break
+            position, _, name = min(found)
+            token_ids += text[:position].encode()
+            token_ids.append(self._special[name])
+            text = text[position + len(name) :]
+        return token_ids + list(text.encode())
+
+
+def _single_byte(token_id: int) -> bytes:
+    return bytes((token_id,)) if 0 <= token_id < 256 else b""
+
+
+def _parse(tokenizer_json: bytes) -> tokenizers.Tokenizer:
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
+    except Exception as error:
+        raise TokenizerError(f"{TOKENIZER_FILE}: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    # The batch call lets other threads run meanwhile; the plain one does not.
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return list(encoding.ids)
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token and the like, which a configuration gives as text or as an object with the text as content."""
+    named = {}
+    for name, value in config.items():
+        if name.endswith("_token"):
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                named[name] = text
+    return named
+
+
+def _bos_eos_processor(
+    tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]
+) -> TemplateProcessing:
+    """A configuration that speaks of bos or eos overrules tokenizer.json, as in transformers."""
+    bos = named.get("bos_token") if config.get("add_bos_token") else None
+    eos = named.get("eos_token") if config.get("add_eos_token") else None
+    special = []
+    for text in (bos, eos):
+        if text is not None:
+            token_id = tokenizer.token_to_id(text)
+            if token_id is None:
+                raise TokenizerError(f"{CONFIG_FILE}: {text!r} is not in the vocabulary")
+            special.append((text, token_id))
+    single = [part for part in (bos, "$A", eos) if part is not None]
+    return TemplateProcessing(single=single, pair=[*single, "$B"], special_tokens=special)
+
+
+def _configured_template(config: Mapping[str, Any]) -> str | None:
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        source = next(
+            (entry.get("template") for entry in source if isinstance(entry, dict) and entry.get("name") == "default"),
+            None,
+        )
+    return source if isinstance(source, str) else None
+
+
+def _is_byte_level(tokenizer_json: bytes) -> bool:
+    decoder = json.loads(tokenizer_json).get("decoder") or {}
+    if decoder.get("type") == "Sequence" and len(decoder.get("decoders", ())) == 1:
+        decoder = decoder["decoders"][0]
+    return bool(decoder.get("type") == "ByteLevel")
+
+
+def _printable_bytes() -> dict[str, int]:
+    """The alphabet of byte-level BPE: printable Latin-1 stands for itself, the other bytes for U+0100 onwards."""
+    alphabet = {}
+    shifted = 0x100
+    for byte in range(256):
+        if 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or byte >= 0xAE:
+            alphabet[chr(byte)] = byte
+        else:
+            alphabet[chr(shifted)] = byte
+            shifted += 1
+    return alphabet
+
+
+_ALPHABET: Final = _printable_bytes()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    try:
+        return bytes(_ALPHABET[char] for char in token)
+    except KeyError:
+        # An added token is not written in that alphabet.
+        return token.encode()
