@@ -1,0 +1,126 @@
+"""WorkerTransport over gRPC. Messages pass as bytes, encoded and decoded elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, Final, cast
+
+import grpc
+import grpc.aio
+
+from scheduler_svc.errors import LinkLost, LinkRefused, LinkRejected
+from scheduler_svc.grpc_options import MAX_MESSAGE_BYTES
+from scheduler_svc.worker_transport import StepStream, WorkerLink
+from stepfence.v1 import worker_service_pb2
+
+_SERVICE: Final = f"/{worker_service_pb2.DESCRIPTOR.services_by_name['WorkerService'].full_name}"
+
+# A connection of our own for every link: gRPC would share one, and its back-off, between channels to the same address.
+# The pings find a peer that is gone without a word, also while no step is under way; a worker whose process stands
+# still does not answer them either, and is then out of reach.
+CHANNEL_OPTIONS: Final = (
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 4_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_retries", 0),
+    # This client dials again itself, with a new channel.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+)
+
+_EOF: Final = cast(Any, grpc.aio).EOF
+
+# What the transport itself says when it fails. Everything else was said by the worker.
+_TRANSPORT_CODES: Final = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
+
+
+class GrpcTransport:
+    """Plain-text gRPC (D5), one channel a link."""
+
+    def connect(self, address: str) -> WorkerLink:
+        """See WorkerTransport."""
+        return _GrpcLink(grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS))
+
+
+class _GrpcLink:
+    def __init__(self, channel: Any) -> None:
+        # Without serializers, messages are bytes; the published types do not know that they are optional.
+        self._channel = channel
+
+    async def get_capabilities(self) -> bytes:
+        call = self._channel.unary_unary(f"{_SERVICE}/GetCapabilities")
+        request = worker_service_pb2.GetCapabilitiesRequest().SerializeToString()
+        try:
+            answer: bytes = await call(request)
+        except grpc.aio.AioRpcError as error:
+            raise _judged(error) from None
+        return answer
+
+    async def get_tokenizer(self) -> AsyncIterator[bytes]:
+        call = self._channel.unary_stream(f"{_SERVICE}/GetTokenizer")
+        request = worker_service_pb2.GetTokenizerRequest().SerializeToString()
+        try:
+            async for piece in call(request):
+                yield piece
+        except grpc.aio.AioRpcError as error:
+            raise _judged(error) from None
+
+    def run_steps(self) -> StepStream:
+        call = self._channel.stream_stream(f"{_SERVICE}/RunSteps")
+        return _GrpcStepStream(call())
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+class _GrpcStepStream:
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    async def send(self, frame: bytes) -> None:
+        try:
+            await self._call.write(frame)
+        except grpc.aio.AioRpcError as error:
+            raise _judged(error) from None
+        except asyncio.InvalidStateError:
+            raise LinkLost("the stream is over") from None
+        except asyncio.CancelledError:
+            raise _cancelled_or_lost() from None
+
+    async def receive(self) -> bytes | None:
+        try:
+            data = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise _judged(error) from None
+        except asyncio.CancelledError:
+            raise _cancelled_or_lost() from None
+        return None if data is _EOF else data
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+def _cancelled_or_lost() -> BaseException:
+    # gRPC reports a call that was cancelled on this side in the same way as the cancellation of the task.
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        return asyncio.CancelledError()
+    return LinkLost("the stream was given up")
+
+
+def _judged(error: grpc.aio.AioRpcError) -> LinkLost | LinkRejected:
+    code = error.code()
+    details = error.details() or ""
+    if code in _TRANSPORT_CODES:
+        if "Connection refused" in details:
+            return LinkRefused(details)
+        return LinkLost(f"{code.name}: {details}")
+    if code is grpc.StatusCode.INTERNAL and "RST_STREAM" in details:
+        # A proxy or the peer's HTTP/2 layer cut the stream.
+        return LinkLost(f"{code.name}: {details}")
+    return LinkRejected(code.name, details)

@@ -1,0 +1,31 @@
+"""Ends a call with a status and the details of the contract: google.rpc.ErrorInfo, and RetryInfo where it helps."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NoReturn
+
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from scheduler_svc.errors import Failure
+
+DOMAIN: Final = "stepfence"
+
+
+def to_status(failure: Failure) -> status_pb2.Status:
+    """The failure as google.rpc.Status."""
+    status = status_pb2.Status(code=int(failure.code), message=failure.message)
+    info = error_details_pb2.ErrorInfo(reason=failure.reason, domain=DOMAIN, metadata=dict(failure.metadata))
+    status.details.add().Pack(info)
+    if failure.retry_after_s is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(max(0, round(failure.retry_after_s * 1e9)))
+        status.details.add().Pack(retry)
+    return status
+
+
+async def abort(context: Any, failure: Failure) -> NoReturn:
+    """End the call of this servicer context with the failure; does not return."""
+    status = rpc_status.to_status(to_status(failure))
+    await context.abort(status.code, status.details, trailing_metadata=status.trailing_metadata)
+    raise AssertionError(f"abort returned for {code_pb2.Code.Name(int(failure.code))}")

@@ -1,0 +1,247 @@
+"""The scheduler as a process: sockets, health, signals, exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import ipaddress
+import logging
+import random
+import signal
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+import grpc.aio
+import uvloop
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from scheduler_svc import logs
+from scheduler_svc.admin import AdminServicer
+from scheduler_svc.config import SchedulerSettings
+from scheduler_svc.core.config import Policy, SchedulerConfig
+from scheduler_svc.facts import MetricsSink, Recorder
+from scheduler_svc.grpc_options import SERVER_OPTIONS, refuse_unknown
+from scheduler_svc.grpc_transport import CHANNEL_OPTIONS, GrpcTransport
+from scheduler_svc.resolver import SystemResolver
+from scheduler_svc.service import SchedulerService, ServiceOptions
+from scheduler_svc.session import SessionServicer
+from scheduler_svc.worker_client import Patience
+from stepfence.v1 import (
+    admin_service_pb2,
+    admin_service_pb2_grpc,
+    session_service_pb2,
+    session_service_pb2_grpc,
+)
+
+log = logging.getLogger(__name__)
+
+EXIT_OK: Final = 0
+EXIT_FATAL: Final = 1
+EXIT_CUT_OFF: Final = 3
+
+# "As long as the model": larger than any model's length.
+_UNLIMITED_LEN: Final = 1 << 30
+# What calls may still take when everything has ended. Seconds.
+_STOP_GRACE_S: Final = 0.5
+
+_READY_SERVICES: Final = (
+    session_service_pb2.DESCRIPTOR.services_by_name["SessionService"].full_name,
+    admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
+)
+
+
+def run(settings: SchedulerSettings) -> int:
+    """Serve until drained or told to stop. Returns the exit code: 0 ended as asked, 1 fatal error, 3 work was cut off,
+    130 / 143 ended at once by a second SIGINT / SIGTERM."""
+    logs.configure(settings.log_format)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(SchedulerProcess(settings).serve())
+    except Exception:
+        log.critical("fatal error", exc_info=True)
+        return EXIT_FATAL
+
+
+def core_config(settings: SchedulerSettings) -> SchedulerConfig:
+    """The core's part of the settings. Raises ValueError."""
+    unlimited = _UNLIMITED_LEN if settings.enable_chunked_prefill else settings.max_num_batched_tokens
+    return SchedulerConfig(
+        block_size=settings.block_size,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=settings.max_model_len or unlimited,
+        policy=Policy(settings.policy),
+        enable_prefix_caching=settings.enable_prefix_caching,
+        enable_chunked_prefill=settings.enable_chunked_prefill,
+        long_prefill_token_threshold=settings.long_prefill_token_threshold,
+        watermark=settings.watermark,
+        max_inflight_steps=settings.max_inflight_steps,
+        num_speculative_tokens=settings.num_speculative_tokens,
+        prefill_schedule_interval=settings.prefill_schedule_interval,
+        max_preemptions=settings.max_preemptions,
+        max_fruitless_epochs=settings.max_fruitless_epochs,
+        max_queued_requests=settings.max_queued_requests,
+        max_queued_tokens=settings.max_queued_tokens,
+        no_worker_grace_s=settings.no_worker_grace_s,
+    )
+
+
+class SchedulerProcess:
+    """One scheduler behind gRPC servers. `port` is known, and `service` serves, once `started` is set."""
+
+    def __init__(
+        self, settings: SchedulerSettings, *, metrics: MetricsSink | None = None, recorder: Recorder | None = None
+    ) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self._recorder = recorder
+        self._signals = 0
+        self._stop_now: asyncio.Future[int] | None = None
+        self._health = HealthServicer()
+        self._health_changed = asyncio.Event()
+        self._is_ready = False
+        self.started = asyncio.Event()
+        self.port = 0
+        self.service: SchedulerService | None = None
+
+    async def serve(self, *, handle_signals: bool = True) -> int:
+        """Run to the end; returns the exit code."""
+        refuse_unknown((*SERVER_OPTIONS, *CHANNEL_OPTIONS))
+        service = self.service = self._make_service()
+        server = self._make_server(service)
+        try:
+            self.port = server.add_insecure_port(self._settings.listen)
+        except RuntimeError:
+            log.error("cannot listen on %s: choose another address with --listen", self._settings.listen)
+            return EXIT_FATAL
+        await self._publish_health()
+        await server.start()
+        host = self._settings.listen.rpartition(":")[0]
+        log.info("listening", extra={"address": f"{host}:{self.port}", "workers": list(self._settings.worker)})
+        warn_when_exposed(host)
+        self._stop_now = asyncio.get_running_loop().create_future()
+        if handle_signals:
+            self._take_signals(service)
+        _tame_garbage_collector()
+        self.started.set()
+        try:
+            return await self._until_done(service)
+        finally:
+            await server.stop(_STOP_GRACE_S)
+
+    async def _until_done(self, service: SchedulerService) -> int:
+        assert self._stop_now is not None
+        serving = asyncio.create_task(service.run(), name="scheduler")
+        health = asyncio.create_task(self._follow_health(), name="health")
+        try:
+            ends: list[asyncio.Future[Any]] = [serving, self._stop_now]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if self._stop_now.done():
+                return self._stop_now.result()
+            serving.result()
+            return EXIT_CUT_OFF if service.num_cut_off else EXIT_OK
+        finally:
+            for task in (serving, health):
+                task.cancel()
+            await asyncio.gather(serving, health, return_exceptions=True)
+
+    # --- parts ---
+
+    def _make_service(self) -> SchedulerService:
+        settings = self._settings
+        return SchedulerService(
+            core_config(settings),
+            ServiceOptions(
+                workers=settings.worker,
+                patience=Patience(
+                    step_watchdog_s=settings.step_watchdog_s,
+                    first_steps_watchdog_s=max(settings.first_steps_watchdog_s, settings.step_watchdog_s),
+                ),
+                drain_deadline_s=settings.drain_deadline_s,
+            ),
+            transport=GrpcTransport(),
+            resolver=SystemResolver(),
+            rng=random.Random(),
+            metrics=self._metrics,
+            recorder=self._recorder,
+            on_readiness=self._readiness_changed,
+            on_idle=_collect_garbage,
+        )
+
+    def _make_server(self, service: SchedulerService) -> grpc.aio.Server:
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        session_service_pb2_grpc.add_SessionServiceServicer_to_server(SessionServicer(service.hub), server)
+        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(service, _version()), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (*_READY_SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
+        reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
+        return server
+
+    # --- health: "" is this process, the services' names are readiness ---
+
+    def _readiness_changed(self, is_ready: bool, cause: str) -> None:
+        self._is_ready = is_ready
+        self._health_changed.set()
+
+    async def _follow_health(self) -> None:
+        while True:
+            await self._health_changed.wait()
+            self._health_changed.clear()
+            await self._publish_health()
+
+    async def _publish_health(self) -> None:
+        serving = health_pb2.HealthCheckResponse
+        status = serving.SERVING if self._is_ready else serving.NOT_SERVING
+        for name in _READY_SERVICES:
+            await self._health.set(name, status)
+
+    # --- signals ---
+
+    def _take_signals(self, service: SchedulerService) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signalled, service, number)
+
+    def _signalled(self, service: SchedulerService, number: signal.Signals) -> None:
+        self._signals += 1
+        if self._signals == 1:
+            log.info("%s: finishing accepted requests; again: end at once", number.name)
+            service.drain()
+        elif self._stop_now is not None and not self._stop_now.done():
+            log.warning("%s again: ending at once", number.name)
+            self._stop_now.set_result(128 + number)
+
+
+def warn_when_exposed(host: str) -> None:
+    """Say so when others than this machine can reach the port: there is neither TLS nor authentication (D5)."""
+    name = host.strip("[]")
+    try:
+        is_local = ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        is_local = name == "localhost"
+    if not is_local:
+        log.warning(
+            "reachable from other machines, without TLS or authentication: keep the port inside a trusted network",
+            extra={"host": name},
+        )
+
+
+def _tame_garbage_collector() -> None:
+    # What exists now lives as long as the process: never look at it again. Collections over the living requests wait
+    # for idle moments; the core makes no cycles.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
+def _collect_garbage() -> None:
+    gc.collect()
+
+
+def _version() -> str:
+    try:
+        return version("stepfence")
+    except PackageNotFoundError:
+        return "unknown"
