@@ -90,7 +90,7 @@ async def generate(stub: Any, request: pb.GenerateRequest) -> Stream:
 def refusal(error: grpc.RpcError | Any) -> Refusal:
     """Status and details of a failed call."""
     reason, metadata, fields = "", {}, ()
-    status = rpc_status.from_call(_AsCall(error))
+    status = rpc_status.from_call(_AsCall(error))  # type: ignore[arg-type]
     for detail in status.details if status is not None else ():
         if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
             info = error_details_pb2.ErrorInfo()

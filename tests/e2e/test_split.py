@@ -217,7 +217,7 @@ async def test_a_live_id_cannot_be_used_twice_and_is_free_after_its_end(split: D
     request = _text("long", max_tokens=900, ignore_eos=True)
     request.request_id = "twice"
     async with connect(split.frontend_address) as stub:
-        call = stub.Generate(request, timeout=DEADLINE_S)
+        call: Any = stub.Generate(request, timeout=DEADLINE_S)
         assert (await call.read()).accepted.request_id == "twice"
         with pytest.raises(grpc.RpcError) as error:
             await generate(stub, request)
@@ -249,9 +249,9 @@ async def test_a_client_may_leave_at_any_moment(split: Deployment) -> None:
 
     async def leave(index: int) -> None:
         async with connect(split.frontend_address) as stub:
-            call = stub.Generate(_text(f"leaving {index}", max_tokens=500, ignore_eos=True), timeout=DEADLINE_S)
+            call: Any = stub.Generate(_text(f"leaving {index}", max_tokens=500, ignore_eos=True), timeout=DEADLINE_S)
             for _ in range(rng.randrange(6)):
-                if await call.read() is grpc.aio.EOF:
+                if not isinstance(await call.read(), pb.GenerateResponse):
                     break
             if index % 2:
                 # Otherwise the connection itself is closed.

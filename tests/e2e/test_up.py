@@ -1,0 +1,234 @@
+"""`stepfence up` from start to end, with scripted workers: ready, called, broken, ended."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from scheduler_svc.cli.health import check
+from tests.support.processes import PATIENCE_S, Process, start_process, wait_until
+
+# From the signal to the end of the last process.
+_END_S = 5.0
+
+Up = Callable[..., Process]
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[Up]:
+    """Starts `stepfence up` with scripted workers on free ports."""
+    started: list[Process] = []
+
+    def start(*arguments: str, environment: dict[str, str] | None = None) -> Process:
+        ports = ["--listen", "127.0.0.1:0", "--scheduler-listen", "127.0.0.1:0", "--worker-listen", "127.0.0.1:0"]
+        command = [sys.executable, "-m", "scheduler_svc", "up", "--runner", "scripted", "--metrics-listen", "none"]
+        log = tmp_path / f"up-{len(started)}.log"
+        started.append(start_process("up", [*command, *ports, *arguments], log, environment))
+        return started[-1]
+
+    yield start
+    for process in started:
+        children = _parts(process)
+        if process.is_running:
+            process.kill()
+        wait_until(partial(_all_ended, children), "no part outlives up")
+
+
+def _parts(process: Process) -> list[int]:
+    """Process ids of the children of `up`."""
+    try:
+        return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _all_ended(pids: list[int]) -> bool:
+    return not any(map(_is_alive, pids))
+
+
+def _part(process: Process, words: str) -> int:
+    """Process id of the child whose command line has these words."""
+    for pid in _parts(process):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        if words in command:
+            return pid
+    raise AssertionError(f"no child runs {words!r}\n{process.tail()}")
+
+
+def _ready(process: Process) -> str:
+    """Wait until `up` says it is ready; the address clients call."""
+    wait_until(lambda: "Ctrl-C ends it." in process.output() or not process.is_running, "up is ready")
+    found = re.search(r"clients call (\S+) ", process.output())
+    assert found is not None, process.tail()
+    return found.group(1)
+
+
+def _generate(address: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "scheduler_svc", "generate", "hello", "--target", address, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+def test_it_says_how_to_call_it_and_the_commands_work(up: Up) -> None:
+    process = up("--workers", "2")
+    address = _ready(process)
+    output = process.output()
+    assert f"--target {address}" in output
+    assert _generate(address, "--max-tokens", "5").returncode == 0
+    called = next(line for line in output.splitlines() if "GenerationService/Complete" in line)
+    answer = subprocess.run(
+        called.split("up", 1)[1].strip(),
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert '"FINISH_REASON_LENGTH"' in answer.stdout, answer
+    assert len(_parts(process)) == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_everything_quickly_with_exit_code_0(up: Up, number: signal.Signals) -> None:
+    process = up()
+    _ready(process)
+    parts = _parts(process)
+    asked = time.monotonic()
+    process.signal(number)
+    assert process.wait() == 0, process.tail()
+    assert _all_ended(parts)
+    assert time.monotonic() - asked < _END_S
+
+
+def test_running_requests_finish_within_the_drain_deadline(up: Up) -> None:
+    process = up("--drain-deadline-s", "60")
+    address = _ready(process)
+    command = [sys.executable, "-m", "scheduler_svc", "generate", "hello", "--target", address, "--max-tokens", "2000"]
+    with subprocess.Popen([*command, "--ignore-eos"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as client:
+        assert client.stdout is not None and client.stderr is not None
+        client.stdout.read(1)
+        process.signal(signal.SIGTERM)
+        assert client.wait(PATIENCE_S) == 0, client.stderr.read()
+        assert b"2000 completion tokens" in client.stderr.read()
+    assert process.wait() == 0, process.tail()
+
+
+def test_what_the_drain_deadline_cuts_off_is_told_by_exit_code_3(up: Up) -> None:
+    process = up("--drain-deadline-s", "0.1")
+    address = _ready(process)
+    command = [sys.executable, "-m", "scheduler_svc", "generate", "hello", "--target", address, "--ignore-eos"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as client:
+        assert client.stdout is not None and client.stderr is not None
+        client.stdout.read(1)
+        process.signal(signal.SIGTERM)
+        client.stdout.read()
+        assert client.wait(PATIENCE_S) == 1
+        assert b"UNAVAILABLE / DRAINING" in client.stderr.read()
+    assert process.wait() == 3, process.tail()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_second_signal_ends_at_once(up: Up, number: signal.Signals, code: int) -> None:
+    process = up("--drain-deadline-s", "600")
+    address = _ready(process)
+    command = [sys.executable, "-m", "scheduler_svc", "generate", "hello", "--target", address, "--ignore-eos"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as client:
+        assert client.stdout is not None
+        client.stdout.read(1)
+        parts = _parts(process)
+        process.signal(number)
+        wait_until(lambda: "once more ends at once" in process.output(), "the first signal was taken")
+        process.signal(number)
+        assert process.wait() == code, process.tail()
+        assert _all_ended(parts)
+        client.kill()
+
+
+def test_parts_end_when_up_is_killed(up: Up) -> None:
+    process = up()
+    _ready(process)
+    parts = _parts(process)
+    assert len(parts) == 3
+    process.kill()
+    wait_until(lambda: _all_ended(parts), "the parts have ended")
+
+
+def test_a_killed_worker_is_started_again_and_requests_go_on(up: Up) -> None:
+    process = up()
+    address = _ready(process)
+    before = _generate(address, "--max-tokens", "20", "--temperature", "0")
+    worker = _part(process, "worker_svc")
+    os.kill(worker, signal.SIGKILL)
+    after = _generate(address, "--max-tokens", "20", "--temperature", "0")
+    assert (after.returncode, after.stdout) == (0, before.stdout), after.stderr
+    assert "starting it again" in process.output()
+    assert _part(process, "worker_svc") != worker
+
+
+@pytest.mark.parametrize("words", ["scheduler_svc scheduler", "scheduler_svc frontend"])
+def test_the_end_of_the_scheduler_or_the_front_end_ends_everything(up: Up, words: str) -> None:
+    process = up()
+    _ready(process)
+    parts = _parts(process)
+    os.kill(_part(process, words), signal.SIGKILL)
+    assert process.wait() == 1, process.tail()
+    assert "signal SIGKILL" in process.output()
+    assert _all_ended(parts)
+
+
+def test_a_taken_port_is_told_and_the_next_one_used(up: Up) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = up("--listen", f"127.0.0.1:{port}")
+        address = _ready(process)
+    assert address != f"127.0.0.1:{port}"
+    assert f"127.0.0.1:{port} is taken: using {address} instead (--listen)" in process.output()
+    assert check(address, None, PATIENCE_S).serving
+
+
+def test_settings_that_cannot_work_end_it_with_2(up: Up) -> None:
+    refused = up("--block-size", "0")
+    assert refused.wait() == 2
+    assert "block_size (on the command line)" in refused.output()
+    worker = up("--kv-memory", "much")
+    assert worker.wait() == 2, worker.tail()
+    assert "could not start" in worker.output()
+
+
+def test_settings_of_the_environment_reach_the_parts(up: Up) -> None:
+    process = up(environment={"STEPFENCE_MAX_INFLIGHT_STEPS": "3", "STEPFENCE_NUM_BLOCKS": "33"})
+    _ready(process)
+    worker = Path(f"/proc/{_part(process, 'worker_svc')}/cmdline").read_bytes().split(b"\0")
+    scheduler = Path(f"/proc/{_part(process, 'scheduler_svc scheduler')}/cmdline").read_bytes().split(b"\0")
+    assert worker[worker.index(b"--num-blocks") + 1] == b"33"
+    assert scheduler[scheduler.index(b"--max-inflight-steps") + 1] == b"3"
+
+
+def test_without_workers_it_is_up_and_says_so(up: Up) -> None:
+    process = up("--workers", "0")
+    wait_until(lambda: "without workers" in process.output() or not process.is_running, "up without workers")
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 0, process.tail()
