@@ -64,7 +64,7 @@ class TokenSource:
     def __init__(self, token_ids: npt.ArrayLike, num_prompt_tokens: int, sampling: Sampling, script: Script) -> None:
         known = np.asarray(token_ids, "<i4")
         self._prefix = hashlib.blake2b(known.tobytes(), digest_size=8)
-        self._output_index: int = known.size - num_prompt_tokens
+        self._output_index = int(known.size) - num_prompt_tokens
         self._sampling: Final = sampling
         self._script: Final = script
 
@@ -93,8 +93,9 @@ class TokenSource:
 
 def _first_unmasked(drawn: int, masked: Sequence[int]) -> int:
     """The drawn character, or the next one round the printable ones that is not masked, or any id that is not."""
-    printable = (_FIRST_PRINTABLE + (drawn + step) % _NUM_PRINTABLE for step in range(_NUM_PRINTABLE))
-    for token in (*printable, *range(VOCAB_SIZE)):
+    candidates = [_FIRST_PRINTABLE + (drawn + step) % _NUM_PRINTABLE for step in range(_NUM_PRINTABLE)]
+    candidates += range(VOCAB_SIZE)
+    for token in candidates:
         if token not in masked:
             return token
     raise StepFailed("every token id is masked")
@@ -186,15 +187,13 @@ class ScriptedRunner:
         self._row_of: dict[str, int] = {}
         self._memory = SlotMemory(1, 1, check_fences=True)
 
-    @classmethod
-    def load(
-        cls, script: Script, *, num_blocks: int = DEFAULT_NUM_BLOCKS, max_model_len: int = DEFAULT_MAX_MODEL_LEN
-    ) -> ScriptedRunner:
-        """As a real runner loads: takes as long as the script says. Raises RuntimeError when it says so."""
-        time.sleep(script.load_delay_s)
-        if script.load_error:
-            raise RuntimeError(script.load_error)
-        return cls(script, num_blocks=num_blocks, max_model_len=max_model_len)
+    def load(self) -> ScriptedRunner:
+        """Itself, after as long as the script says a model takes to load. Raises RuntimeError when the script says
+        so."""
+        self._released.wait(self._script.load_delay_s)
+        if self._script.load_error:
+            raise RuntimeError(self._script.load_error)
+        return self
 
     @property
     def capabilities(self) -> RunnerCapabilities:

@@ -1,0 +1,245 @@
+"""Settings of the worker, read once at start and frozen.
+
+A value comes from the flag, else from STEPFENCE_<NAME> in the environment, else it is the default. `load` does the
+reading; `WorkerSettings(num_blocks=64)` means exactly that. Whatever is not understood is an error that says what was
+meant."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from worker_svc.runner.script import Script
+
+ENV_PREFIX: Final = "STEPFENCE_"
+# Orchestrators put such names into every container beside a service that is called stepfence-something.
+_INJECTED: Final = re.compile(r"^STEPFENCE_(.*_)?(SERVICE_HOST|(SERVICE_)?PORT(_.*)?)$")
+
+# Settings of the other services and commands, which share one environment with the worker: no errors here. A test holds
+# this equal to the scheduler's and the front end's own.
+OTHER_SETTINGS: Final = (
+    "block_size",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "first_steps_watchdog_s",
+    "long_prefill_token_threshold",
+    "max_fruitless_epochs",
+    "max_inflight_steps",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "max_preemptions",
+    "max_prompt_bytes",
+    "max_queued_requests",
+    "max_queued_tokens",
+    "metrics_listen",
+    "no_worker_grace_s",
+    "num_speculative_tokens",
+    "policy",
+    "prefill_schedule_interval",
+    "record",
+    "scheduler",
+    "scheduler_listen",
+    "step_watchdog_s",
+    "watermark",
+    "worker",
+    "worker_listen",
+    "workers",
+)
+# Read by commands themselves, not by a service.
+COMMAND_VARIABLES: Final = ("cache_dir", "config", "target")
+
+_RECOMPUTE: Final = "a preempted request is always recomputed; give the pool more room with kv_memory or num_blocks"
+_RANKS: Final = "start more workers: each is a rank of its own"
+# What people bring from other systems, and what to use here (D18).
+REPLACEMENTS: Final[dict[str, str]] = {
+    "swap_space": _RECOMPUTE,
+    "cpu_offload_gb": _RECOMPUTE,
+    "preemption_mode": _RECOMPUTE,
+    "num_scheduler_steps": "steps are kept in flight instead: use the scheduler's max_inflight_steps",
+    "multi_step_stream_outputs": "every step is answered by itself; there is nothing to set",
+    "use_v2_block_manager": "there is one block manager, in the scheduler; leave it out",
+    "num_gpu_blocks_override": "use num_blocks",
+    "kv_cache_memory_bytes": "use kv_memory",
+    "mem_fraction_static": "use gpu_memory_utilization",
+    "page_size": "use the scheduler's block_size",
+    "context_length": "use max_model_len",
+    "model_path": "use model",
+    "tokenizer": "the tokenizer comes with the model; leave it out",
+    "host": "use listen, HOST:PORT",
+    "port": "use listen, HOST:PORT",
+    "bind": "use listen, HOST:PORT",
+    "log_level": "use log_format for the form of logs; the level is fixed",
+    "tensor_parallel_size": _RANKS,
+    "data_parallel_size": _RANKS,
+    "pipeline_parallel_size": _RANKS,
+}
+
+_UNITS: Final = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_SIZE: Final = re.compile(r"^(\d+(?:\.\d+)?)\s*([a-z]*)$")
+
+
+class SettingsError(Exception):
+    """The settings cannot be used. The text names each one at fault, where it came from and what to do."""
+
+
+def parse_address(value: str) -> tuple[str, int]:
+    """HOST:PORT as two; an IPv6 host in brackets. Raises ValueError."""
+    host, colon, port = value.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError("must be HOST:PORT, for example 127.0.0.1:50061 (port 0: any free one)")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ValueError("write an IPv6 host in brackets, for example [::1]:50061")
+    return host, int(port)
+
+
+def _address(value: str) -> str:
+    parse_address(value)
+    return value
+
+
+def parse_bytes(value: object) -> object:
+    """ "1GiB", "512 MiB", "1.5GB" or plain bytes, as bytes. Raises ValueError; leaves other types to pydantic."""
+    if not isinstance(value, str) or _none(value) is None:
+        return _none(value)
+    match = _SIZE.match(value.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError("must be a number of bytes, or like 512MiB, 1GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _none(value: object) -> object:
+    return None if isinstance(value, str) and value.strip().lower() in ("", "none") else value
+
+
+def _script(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"must be JSON: {error}") from None
+
+
+OptionalBytes = Annotated[int | None, Field(ge=1), BeforeValidator(parse_bytes)]
+OptionalCount = Annotated[int | None, Field(ge=1), BeforeValidator(_none)]
+
+
+class WorkerSettings(BaseSettings):
+    """Settings of `worker_svc serve`. Times in seconds, lengths in tokens."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", env_prefix=ENV_PREFIX, env_ignore_empty=True, protected_namespaces=()
+    )
+
+    listen: Annotated[str, AfterValidator(_address)] = Field("127.0.0.1:50061", description="HOST:PORT to listen on.")
+    model: str = Field("smollm2", min_length=1, description="Path of a model, or a known name; fetched when not there.")
+    runner: Literal["model", "scripted"] = Field("model", description="model, or scripted (no torch, made-up text).")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="cpu or cuda.")
+    dtype: Literal["float32", "bfloat16", "auto"] = Field("float32", description="float32, bfloat16 or auto.")
+    num_blocks: OptionalCount = Field(
+        None, description="KV blocks, the null block included; none = from kv_memory (scripted: 4096)."
+    )
+    kv_memory: OptionalBytes = Field(
+        None, description="Memory for KV, in bytes or as 1GiB; none = 1GiB (cpu), gpu_memory_utilization (cuda)."
+    )
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of the GPU's memory to use (cuda).")
+    max_model_len: OptionalCount = Field(
+        None, description="Longest sequence in tokens, prompt and output; none = the model's (scripted: 8192)."
+    )
+    threads: OptionalCount = Field(
+        None, description="Threads to compute with; none = as many as there are cores, up to 8."
+    )
+    drain_deadline_s: float = Field(
+        30.0, ge=0, description="Seconds that running requests may still take after a stop signal."
+    )
+    log_format: Literal["auto", "json", "text"] = Field(
+        "auto", description="auto (readable on a terminal, else JSON), json or text."
+    )
+    script: Annotated[Script | None, BeforeValidator(_script)] = Field(
+        None, description="JSON with delays and faults of the scripted runner (docs/worker.md); none = no faults."
+    )
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.script is not None and self.runner != "scripted":
+            raise ValueError("script goes with runner = scripted only")
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)
+
+    @classmethod
+    def load(cls, flags: Mapping[str, object] | None = None) -> Self:
+        """Combine flags (by field name; None = not given) and the environment. Raises SettingsError."""
+        refuse_unknown_environment(os.environ)
+        given = {name: value for name, value in (flags or {}).items() if value is not None}
+        from_environment = _EnvironmentText(cls)()
+        origins = {
+            **dict.fromkeys(from_environment, "in the environment"),
+            **dict.fromkeys(given, "on the command line"),
+        }
+        try:
+            return cls(**{**from_environment, **given})
+        except ValidationError as error:
+            raise SettingsError(_explain(error, origins)) from None
+
+
+class _EnvironmentText(EnvSettingsSource):
+    """Variables as text: `script` reads its JSON itself, with an error message of its own."""
+
+    def decode_complex_value(self, field_name: str, field: Any, value: Any) -> Any:
+        return value
+
+
+def flag(name: str) -> str:
+    """The command line's spelling of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def refuse_unknown_environment(environ: Mapping[str, str]) -> None:
+    """Raise SettingsError when a STEPFENCE_* variable belongs to no part of Stepfence."""
+    known = {*WorkerSettings.model_fields, *OTHER_SETTINGS, *COMMAND_VARIABLES}
+    problems = [
+        f"{variable}: {advice(name, lambda other: ENV_PREFIX + other.upper())}"
+        for variable in sorted(environ)
+        if variable.startswith(ENV_PREFIX) and not _INJECTED.match(variable)
+        for name in [variable.removeprefix(ENV_PREFIX).lower()]
+        if name not in known
+    ]
+    if problems:
+        raise SettingsError("\n".join(problems))
+
+
+def advice(name: str, spell: Any = str) -> str:
+    """What to say about a setting that is not the worker's: its replacement, its owner, or the nearest known names."""
+    if name in REPLACEMENTS:
+        return f"not a setting of Stepfence: {REPLACEMENTS[name]}"
+    if name in OTHER_SETTINGS:
+        return "a setting of the scheduler or the front end, not of the worker"
+    near = difflib.get_close_matches(name, sorted(WorkerSettings.model_fields), n=3, cutoff=0.6)
+    return "unknown setting" + (f"; did you mean {' or '.join(spell(other) for other in near)}?" if near else "")
+
+
+def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
+    lines = []
+    for item in error.errors(include_url=False):
+        path = ".".join(str(part) for part in item["loc"])
+        message = item["msg"].removeprefix("Value error, ")
+        origin = origins.get(str(item["loc"][0]) if item["loc"] else "", "default")
+        lines.append(f"{path} ({origin}): {message} (given: {item['input']!r})" if path else message)
+    return "\n".join(lines)

@@ -1,0 +1,235 @@
+"""The worker as a process: listens, loads, tells its health, drains on a signal.
+
+listen ──► load the model (executor thread) ──► ready ──► signal: drain ──► exit 0, or 3 at the deadline
+                 └► cannot load: exit 1                └► device failure: exit 1
+a second signal, at any time: exit 130 or 143 at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from stepfence.v1 import worker_service_pb2_grpc
+from worker_svc.config import WorkerSettings, parse_address
+from worker_svc.limits import MAX_MESSAGE_BYTES
+from worker_svc.runner.base import Runner
+from worker_svc.runner.script import Script
+from worker_svc.runner.scripted import DEFAULT_MAX_MODEL_LEN, DEFAULT_NUM_BLOCKS, ScriptedRunner
+from worker_svc.service import SERVICE_NAME, Distortion, WorkerService
+
+log = logging.getLogger(__name__)
+
+EXIT_OK: Final = 0
+EXIT_FATAL: Final = 1
+EXIT_USAGE: Final = 2
+EXIT_CUT_OFF: Final = 3
+
+# gRPC ignores names it does not know, without a word; this list is what `server_options` may use.
+_KNOWN_OPTIONS: Final = frozenset(
+    {
+        "grpc.so_reuseport",
+        "grpc.max_receive_message_length",
+        "grpc.max_send_message_length",
+        "grpc.http2.min_ping_interval_without_data_ms",
+        "grpc.http2.max_ping_strikes",
+    }
+)
+_LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
+# For calls that are about to end by themselves, such as a stream with its last answer.
+_STOP_GRACE_S: Final = 0.5
+_EXECUTOR_STOP_S: Final = 1.0
+
+
+class ListenError(Exception):
+    """The port cannot be had; the text says what to do."""
+
+
+def server_options() -> tuple[tuple[str, int], ...]:
+    """Options of every server here: one process per port, patient with pings, 16 MiB messages. Raises ValueError for an
+    option that gRPC would silently ignore."""
+    return checked_options(
+        (
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.http2.min_ping_interval_without_data_ms", 10),
+            ("grpc.http2.max_ping_strikes", 0),
+        )
+    )
+
+
+def checked_options(options: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+    """The same options. Raises ValueError for names that are not known to be understood by gRPC."""
+    unknown = [name for name, _ in options if name not in _KNOWN_OPTIONS]
+    if unknown:
+        raise ValueError(f"not a gRPC channel option: {', '.join(unknown)}")
+    return options
+
+
+class WorkerServer:
+    """A listening worker: servicer, health and reflection on one port. Used by the process and, in one process, by
+    tests."""
+
+    def __init__(self, service: WorkerService) -> None:
+        self.service: Final = service
+        self._health: Final = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._server: Final = grpc.aio.server(options=server_options())
+        worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(service, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    async def listen(self, address: str) -> str:
+        """Bind and serve: alive, not ready. Returns HOST:PORT with the real port. Raises ListenError."""
+        host, _ = parse_address(address)
+        try:
+            bound = self._server.add_insecure_port(address)
+        except RuntimeError:
+            bound = 0
+        if not bound:
+            raise ListenError(
+                f"cannot listen on {address}: the port is taken or the address is not this machine's; choose another "
+                "with --listen (port 0: any free one)"
+            )
+        await self._set_ready(False)
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        await self._server.start()
+        return f"{host}:{bound}"
+
+    async def load(self) -> None:
+        """Load the model and become ready. Raises what loading raises."""
+        await self.service.start()
+        if not self.service.is_draining:
+            await self._set_ready(True)
+
+    async def drain(self, deadline_s: float) -> bool:
+        """Not ready any more; see WorkerService.drain."""
+        await self._set_ready(False)
+        return await self.service.drain(deadline_s)
+
+    async def stop(self) -> bool:
+        """Stop serving; False when the runner is still busy and the process must be left all the same."""
+        await self._set_ready(False)
+        has_ended = self.service.stop(0)
+        await self._server.stop(_STOP_GRACE_S)
+        return has_ended or self.service.stop(_EXECUTOR_STOP_S)
+
+    async def _set_ready(self, is_ready: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        await self._health.set(SERVICE_NAME, status)
+
+
+def runner_loader(settings: WorkerSettings) -> tuple[Callable[[], Runner], Distortion | None]:
+    """How to load the runner that the settings name, and how it distorts answers. Imports torch only when called
+    for."""
+    if settings.runner == "scripted":
+        script = settings.script or Script()
+        num_blocks = settings.num_blocks or DEFAULT_NUM_BLOCKS
+        max_model_len = settings.max_model_len or DEFAULT_MAX_MODEL_LEN
+        runner = ScriptedRunner(script, num_blocks=num_blocks, max_model_len=max_model_len)
+        return runner.load, runner.distort
+    return lambda: _load_model(settings), None
+
+
+def _load_model(settings: WorkerSettings) -> Runner:
+    try:
+        from worker_svc.runner.model_runner import ModelRunner
+    except ModuleNotFoundError as error:
+        raise RuntimeError(
+            f"the model runner needs {error.name}, which is not installed: install stepfence[worker], or use "
+            "--runner scripted"
+        ) from error
+    return ModelRunner.load(settings)
+
+
+async def serve(settings: WorkerSettings) -> int:
+    """Run a worker until it is told to stop or cannot go on; returns the exit code. Handles SIGINT and SIGTERM."""
+    load, distort = runner_loader(settings)
+    server = WorkerServer(WorkerService(load, distort=distort))
+    stop = _Signals()
+    try:
+        address = await server.listen(settings.listen)
+    except ListenError as error:
+        log.error("cannot start", extra={"cause": str(error)})
+        return EXIT_FATAL
+    log.info(f"listening on {address}", extra={"address": address, "runner": settings.runner})
+    if parse_address(address)[0] not in _LOOPBACK:
+        log.warning("reachable from other machines, without encryption or authentication", extra={"address": address})
+    code = await _run(server, settings, stop)
+    if not await server.stop():
+        log.warning("the runner is still busy; leaving without it")
+        _leave(code)
+    return code
+
+
+async def _run(server: WorkerServer, settings: WorkerSettings, stop: _Signals) -> int:
+    loading = asyncio.create_task(server.load())
+    stopping = asyncio.create_task(stop.first())
+    await _first_of(loading, stopping)
+    if not loading.done():
+        # Nobody has been served yet.
+        loading.cancel()
+        return EXIT_OK
+    if (error := loading.exception()) is not None:
+        stopping.cancel()
+        is_expected = isinstance(error, (RuntimeError, ValueError, OSError))
+        log.error(
+            "the model could not be loaded",
+            extra={"cause": str(error) or type(error).__name__},
+            exc_info=None if is_expected else error,
+        )
+        return EXIT_FATAL
+    log.info("ready", extra={"model": settings.model if settings.runner == "model" else "scripted"})
+    await _first_of(stopping, server.service.failed)
+    if not server.service.failed.done():
+        log.info("draining", extra={"deadline_s": settings.drain_deadline_s})
+        draining = asyncio.create_task(server.drain(settings.drain_deadline_s))
+        await _first_of(draining, server.service.failed)
+        if draining.done():
+            has_finished = draining.result()
+            log.info("drained" if has_finished else "drain deadline passed, work was cut off")
+            return EXIT_OK if has_finished else EXIT_CUT_OFF
+        draining.cancel()
+    stopping.cancel()
+    log.error("the device failed, leaving", extra={"cause": server.service.failed.result()})
+    return EXIT_FATAL
+
+
+async def _first_of(*futures: asyncio.Future[Any]) -> None:
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
+class _Signals:
+    """The first SIGINT or SIGTERM is a request, the second an order. Handlers are those of the running loop."""
+
+    def __init__(self) -> None:
+        self._first: Final = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    async def first(self) -> None:
+        await self._first.wait()
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._first.is_set():
+            log.warning("second signal, leaving at once", extra={"signal": number.name})
+            _leave(128 + number)
+        log.info("asked to stop", extra={"signal": number.name})
+        self._first.set()
+
+
+def _leave(code: int) -> None:
+    """End the process without waiting for threads that may never come back."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)
