@@ -13,7 +13,7 @@ from scheduler_svc.core.stats import Usage
 def preempt(state: CoreState, rank: RankState, victim: Request, *, beneficiary: str, cause: str) -> None:
     """Take a running request off its rank for recompute. Its tokens stay; samples awaited still count when they come.
 
-    cause: "blocks", "reset" or "rank_lost". The caller puts it back into the queue.
+    cause: "blocks", "reset", "rank_lost" or "rank_draining". The caller puts it back into the queue.
     """
     rank.remove(victim)
     num_blocks = sum(1 for block in victim.blocks if rank.kv.pool.refs[block] == 1)
@@ -39,7 +39,7 @@ def preempt(state: CoreState, rank: RankState, victim: Request, *, beneficiary: 
     victim.preempted_at = state.now
     victim.skip_reason = SkipReason.PREEMPTED
     rank.preempted_ids.append(victim.request_id)
-    if cause == "rank_lost":
+    if cause in ("rank_lost", "rank_draining"):
         state.totals.num_requeued_after_worker_loss += 1
     else:
         victim.num_scheduler_preemptions += 1

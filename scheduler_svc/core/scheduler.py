@@ -237,10 +237,19 @@ class Scheduler:
         self._ranks_changed()
 
     def _drain_rank(self, event: RankDraining) -> None:
-        rank = self.state.ranks.get(event.rank)
-        if rank is not None:
-            rank.is_draining = True
-            rank.reserved_for = None
+        """Admit nothing more there, and move whoever another rank can hold to the head of the queue; the others
+        finish."""
+        state = self.state
+        rank = state.ranks.get(event.rank)
+        if rank is None or rank.is_draining:
+            return
+        rank.is_draining = True
+        rank.reserved_for = None
+        pools = [other.kv.num_usable for other in state.ranks.values() if not other.is_draining]
+        for request in reversed(rank.running[:]):
+            if state.blocks_needed(request) <= max(pools, default=0):
+                lifecycle.preempt(state, rank, request, beneficiary="", cause="rank_draining")
+                state.queue.prepend(request)
 
     def _ranks_changed(self) -> None:
         """Note what no living rank can hold; time will tell whether one comes that can (D30)."""
