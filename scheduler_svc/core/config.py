@@ -86,6 +86,11 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running request needs one token a step"
             )
+        if self.proposes_drafts and self.async_scheduling:
+            raise ValueError(
+                "num_speculative_tokens needs async_scheduling off: drafts continue the last known token, "
+                "so a row with drafts waits for the result before it"
+            )
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ValueError(
                 f"without chunked prefill max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
