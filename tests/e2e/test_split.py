@@ -218,14 +218,15 @@ async def test_a_live_id_cannot_be_used_twice_and_is_free_after_its_end(split: D
     request.request_id = "twice"
     async with connect(split.frontend_address) as stub:
         call: Any = stub.Generate(request, timeout=DEADLINE_S)
-        assert (await call.read()).accepted.request_id == "twice"
+        events = aiter(call)
+        assert (await anext(events)).accepted.request_id == "twice"
         with pytest.raises(grpc.RpcError) as error:
             await generate(stub, request)
         refused = refusal(error.value)
         assert (refused.status, refused.reason) == (grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID")
         await stub.Abort(pb.AbortRequest(request_id="twice"), timeout=DEADLINE_S)
         with pytest.raises(grpc.RpcError) as error:
-            async for _ in call:
+            async for _ in events:
                 pass
         aborted = refusal(error.value)
         assert (aborted.status, aborted.reason) == (grpc.StatusCode.CANCELLED, "ABORTED")
