@@ -32,7 +32,9 @@ class GenerationServicer(GenerationServiceServicer):
     def __init__(self, front_end: FrontEnd) -> None:
         self._front_end = front_end
 
-    async def Generate(self, request: generation_pb2.GenerateRequest, context: Context) -> None:
+    async def Generate(  # type: ignore[override]
+        self, request: generation_pb2.GenerateRequest, context: Context
+    ) -> None:
         async def deliver(event: Accepted | Delta | Finished) -> None:
             await context.write(codec.encode_event(event))
 

@@ -43,7 +43,7 @@ def check_prompt_ids(num_prompt_tokens: int, largest: int, model: ModelDescripti
 
 def check_prompt_length(num_prompt_tokens: int, model: ModelDescription) -> None:
     if num_prompt_tokens >= model.max_model_len:
-        description = f"has {num_prompt_tokens} tokens; the model holds {model.max_model_len}, at least one of them for the output"
+        description = f"has {num_prompt_tokens} tokens; the model holds {model.max_model_len}, at least one for output"
         raise invalid(
             (Violation("prompt", description),),
             "PROMPT_TOO_LONG",

@@ -97,26 +97,28 @@ class WindowDecoder:
     """For any other vocabulary: decodes a short window of tokens twice, without and with the new one, and takes what
     was added. The window moves on with every complete character."""
 
-    __slots__ = ("_decode", "_num_read", "_window")
+    __slots__ = ("_decode", "_num_read", "_skipped", "_window")
 
-    def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int]) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], skipped: frozenset[int], context: Sequence[int]) -> None:
+        """skipped: ids without text (special tokens). context: ids before the output."""
         self._decode = decode
-        self._window = list(context)
+        self._skipped = skipped
+        self._window = [token_id for token_id in context if token_id not in skipped]
         # Tokens of the window whose text is out.
         self._num_read = len(self._window)
 
     def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
         self._window.append(token_id)
         known = self._decode(self._window[: self._num_read])
         text = self._decode(self._window)
         num_new = len(self._window) - self._num_read
         if text.endswith(_REPLACEMENT) and num_new < _MAX_INCOMPLETE_TOKENS:
             return ""
-        if text == known:
-            # A special token: no context for what follows.
-            del self._window[self._num_read :]
-            return ""
-        self._window = self._window[self._num_read :]
+        # A token without text of its own (white space that is stripped at the start) is still context for the next.
+        keep_from = self._num_read if text != known else max(0, len(self._window) - _NUM_CONTEXT_TOKENS)
+        self._window = self._window[keep_from:]
         self._num_read = len(self._window)
         return text[len(known) :]
 
@@ -160,7 +162,7 @@ class HuggingFaceTokenizer:
     def decoder(self, prompt_token_ids: Sequence[int]) -> TokenDecoder:
         if self._bytes is not None:
             return ByteDecoder(self._bytes_of)
-        return WindowDecoder(self._decode, prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
+        return WindowDecoder(self._decode, self._special_ids, prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._plain.decode(token_ids, skip_special_tokens=True))
