@@ -307,6 +307,11 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def command_variables() -> frozenset[str]:
+    """Names, without the prefix, of the STEPFENCE_ variables that commands read and no service does."""
+    return _COMMAND_VARIABLES
+
+
 def refuse_unknown_environment(environ: Mapping[str, str]) -> None:
     """Raise SettingsError when a STEPFENCE_* variable belongs to no part of Stepfence.
 
@@ -339,7 +344,24 @@ def _path_or_none(value: str | None) -> Path | None:
     return Path(value) if value else None
 
 
+def read_section(path: Path, section: str) -> dict[str, Any]:
+    """One section of a settings file, all of which is checked for unknown names. Raises SettingsError."""
+    section_values: dict[str, Any] = _read_tables(path).get(section, {})
+    return section_values
+
+
 def _read_sections(path: Path, settings: type[_Settings]) -> dict[str, Any]:
+    tables = _read_tables(path)
+    values: dict[str, Any] = {}
+    for section, renamed in settings.sections():
+        for key, value in tables.get(section, {}).items():
+            name = renamed.get(key, key)
+            if name:
+                values[name] = value
+    return values
+
+
+def _read_tables(path: Path) -> dict[str, dict[str, Any]]:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -349,13 +371,7 @@ def _read_sections(path: Path, settings: type[_Settings]) -> dict[str, Any]:
     problems = _unknown_in_file(path, tables)
     if problems:
         raise SettingsError("\n".join(problems))
-    values: dict[str, Any] = {}
-    for section, renamed in settings.sections():
-        for key, value in tables.get(section, {}).items():
-            name = renamed.get(key, key)
-            if name:
-                values[name] = value
-    return values
+    return tables
 
 
 def _unknown_in_file(path: Path, tables: Mapping[str, Any]) -> list[str]:

@@ -53,7 +53,24 @@ OTHER_SETTINGS: Final = (
     "workers",
 )
 # Read by commands themselves, not by a service.
-COMMAND_VARIABLES: Final = ("cache_dir", "config", "target")
+COMMAND_VARIABLES: Final = (
+    "cache_dir",
+    "cache_salt",
+    "chat",
+    "config",
+    "ignore_eos",
+    "json",
+    "max_tokens",
+    "min_p",
+    "min_tokens",
+    "priority",
+    "seed",
+    "target",
+    "temperature",
+    "timeout",
+    "top_k",
+    "top_p",
+)
 
 _RECOMPUTE: Final = "a preempted request is always recomputed; give the pool more room with kv_memory or num_blocks"
 _RANKS: Final = "start more workers: each is a rank of its own"

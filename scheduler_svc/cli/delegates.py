@@ -4,15 +4,17 @@ simulation."""
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from scheduler_svc.cli.options import StrictCommand
-from scheduler_svc.config import SettingsError
+from scheduler_svc.config import ENV_PREFIX, SettingsError, flag, read_section
 
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -24,6 +26,35 @@ def worker_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "worker_svc", *arguments]
 
 
+def with_file_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """The worker's flags, completed from the [worker] section of the settings file: the one of `--config FILE` (taken
+    out of the flags) or of STEPFENCE_CONFIG. Flags and environment win. Raises SettingsError."""
+    flags, path = _without_config(arguments, environ)
+    if path is None:
+        return flags
+    given = {argument.split("=", 1)[0] for argument in flags}
+    for name, value in read_section(path, "worker").items():
+        if flag(name) not in given and ENV_PREFIX + name.upper() not in environ:
+            flags += [flag(name), value if isinstance(value, str) else json.dumps(value)]
+    return flags
+
+
+def _without_config(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], Path | None]:
+    flags, path = list(arguments), environ.get(ENV_PREFIX + "CONFIG", "")
+    for index, argument in enumerate(flags):
+        if argument.startswith("--config="):
+            path = argument.removeprefix("--config=")
+            del flags[index]
+            break
+        if argument == "--config":
+            if index + 1 == len(flags):
+                raise SettingsError("--config: needs the name of a file")
+            path = flags[index + 1]
+            del flags[index : index + 2]
+            break
+    return flags, Path(path) if path else None
+
+
 def _become(command: list[str]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
@@ -31,8 +62,9 @@ def _become(command: list[str]) -> None:
 
 
 def _worker(ctx: typer.Context) -> None:
-    """Run a worker: executes steps on its device. All flags are the worker's own (see `stepfence worker --help`)."""
-    _become(worker_command("serve", *ctx.args))
+    """Run a worker: executes steps on its device. All flags but --config FILE are the worker's own (see
+    `stepfence worker --help`)."""
+    _become(worker_command("serve", *with_file_settings(ctx.args, os.environ)))
 
 
 def _fetch_model(ctx: typer.Context) -> None:
@@ -47,12 +79,15 @@ scenario = typer.Typer(
 
 @scenario.command("run", cls=StrictCommand)
 def _scenario_run(
-    files: Annotated[list[Path], typer.Argument(help="Scenario files (JSON, or JSON lines).", show_default=False)],
+    files: Annotated[
+        list[Path],
+        typer.Argument(exists=True, dir_okay=False, help="Scenario files (JSON, or JSON lines).", show_default=False),
+    ],
 ) -> None:
     """Run scenarios through the scheduler and print one JSON record per step."""
     from scheduler_svc.simulation.scenario import main as run_scenarios
 
-    raise typer.Exit(run_scenarios([str(file) for file in files]) or 0)
+    raise typer.Exit(run_scenarios(files))
 
 
 def register(app: typer.Typer) -> None:

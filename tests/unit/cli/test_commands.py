@@ -6,10 +6,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from scheduler_svc.cli import app as cli
+from scheduler_svc.cli.delegates import with_file_settings
 from scheduler_svc.cli.options import as_flags, refuse_unknown_flags
 from scheduler_svc.config import FrontendSettings, SchedulerSettings, SettingsError, UpSettings
 
@@ -119,6 +121,22 @@ def test_worker_flags_reach_the_worker_untouched() -> None:
     answer = _run("worker", "--no-such-flag", "1")
     assert answer.returncode == 2
     assert "--no-such-flag" in answer.stderr
+
+
+def test_the_workers_section_of_the_file_fills_in_what_flags_and_environment_leave_open(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("[worker]\nnum_blocks = 9\ndevice = 'cuda'\nlisten = 'a:1'\nscript = {step_seconds = 0.5}\n")
+    environ = {"STEPFENCE_DEVICE": "cpu", "STEPFENCE_CONFIG": "/not/this/one.toml"}
+    expected = ["--listen=b:2", "--num-blocks", "9", "--script", '{"step_seconds": 0.5}']
+    for config in (["--config", str(file)], [f"--config={file}"]):
+        assert with_file_settings([*config, "--listen=b:2"], environ) == expected
+    assert with_file_settings(["--listen=b:2"], {**environ, "STEPFENCE_CONFIG": str(file)}) == expected
+    assert with_file_settings(["--listen=b:2"], {}) == ["--listen=b:2"]
+    with pytest.raises(SettingsError, match="--config"):
+        with_file_settings(["--config"], {})
+    file.write_text("[worker]\nblock_size = 9\n")
+    with pytest.raises(SettingsError, match="a setting of the scheduler"):
+        with_file_settings([], {"STEPFENCE_CONFIG": str(file)})
 
 
 def test_the_worker_and_fetch_model_explain_themselves() -> None:
