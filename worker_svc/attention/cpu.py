@@ -1,0 +1,229 @@
+"""Attention on a CPU (and, as a fallback, on any device) through torch's scaled_dot_product_attention on gathered
+pages.
+
+Two shapes of work, chosen per sequence:
+
+* short (decodes, decodes with drafts): sequences of equal query length and similar key length form a group. Their pages
+are
+  gathered into a reused scratch, padded to the longest, and attended in one call. The query heads that share a KV head
+  are laid along the query axis, so K and V are never repeated.
+* long (prefill chunks): one call a sequence. Without earlier tokens it is plainly causal over the K and V just
+computed;
+  with a prefix, pages are gathered and an explicit bottom-right mask is used, because torch's is_causal is top-left
+  aligned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional as F
+
+from worker_svc.attention.base import RaggedBatch
+
+_Index = npt.NDArray[np.intp]
+
+# Longest query of the short kind: above this a sequence alone keeps the cores busy.
+_MAX_SHORT_QUERY = 8
+# Most bytes of K gathered for one group; beyond this fresh pages cost more than the copy. Measured best at 16-24 MiB.
+_MAX_GROUP_BYTES = 16 << 20
+# A group may waste this many padded keys before it is split by length: a call costs about as much as reading them.
+_FREE_PADDING = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Short sequences attended together. `tokens` are their query tokens, `num * q_len`, sequence by sequence."""
+
+    num: int
+    q_len: int
+    tokens: slice | torch.Tensor
+    blocks: torch.Tensor
+    max_kv: int
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A long sequence. `mask` is None when its keys are exactly the step's own tokens."""
+
+    tokens: slice
+    kv_len: int
+    blocks: torch.Tensor
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    groups: tuple[_Group, ...]
+    chunks: tuple[_Chunk, ...]
+
+
+class SdpaAttention:
+    """AttentionBackend over scaled_dot_product_attention. Not thread-safe: the scratch is shared by all calls."""
+
+    block_size_multiple = 1
+
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._kv_heads = num_kv_heads
+        self._group = num_heads // num_kv_heads
+        self._head_dim = head_dim
+        self._dtype = dtype
+        self._device = device
+        self._scratch: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0), torch.empty(0))
+
+    # -- once a step
+
+    def plan(self, batch: RaggedBatch, block_size: int) -> _Plan:
+        """Sort the batch into groups and chunks, with masks and gather indices ready."""
+        q_len = batch.q_len
+        short = q_len <= _MAX_SHORT_QUERY
+        groups: list[_Group] = []
+        for width in np.unique(q_len[short]).tolist():
+            members = np.flatnonzero(short & (q_len == width))
+            # Longest first; stable, so that a batch already in order keeps contiguous tokens.
+            members = members[np.argsort(-batch.kv_len[members], kind="stable")]
+            groups += [
+                self._plan_group(batch, part, width, block_size) for part in self._split(batch, members, block_size)
+            ]
+        chunks = tuple(self._plan_chunk(batch, int(b), block_size) for b in np.flatnonzero(~short))
+        return _Plan(tuple(groups), chunks)
+
+    def _split(self, batch: RaggedBatch, members: _Index, block_size: int) -> list[_Index]:
+        """Cut sequences sorted by length where padding would waste more than another call costs, or the scratch
+        overflow."""
+        token_bytes = self._kv_heads * self._head_dim * self._dtype.itemsize
+        parts: list[_Index] = []
+        start, waste = 0, 0
+        lengths = batch.kv_len[members].tolist()
+        for i, length in enumerate(lengths):
+            longest = -(-lengths[start] // block_size) * block_size
+            waste += longest - length
+            too_big = (i - start + 1) * longest * token_bytes > _MAX_GROUP_BYTES
+            if i > start and (too_big or (waste > _FREE_PADDING and 2 * length < longest)):
+                parts.append(members[start:i])
+                start, waste = i, 0
+        parts.append(members[start:])
+        return parts
+
+    def _plan_group(self, batch: RaggedBatch, members: _Index, q_len: int, block_size: int) -> _Group:
+        kv_len = batch.kv_len[members]
+        max_kv = int(kv_len[0])
+        num_blocks = -(-max_kv // block_size)
+        tokens = (batch.cu_q[members][:, None] + np.arange(q_len, dtype=np.int32)).reshape(-1)
+        contiguous = bool((np.diff(tokens) == 1).all())
+        table = self._to_device(batch.block_table[members, :num_blocks].astype(np.int64).reshape(-1))
+        mask = None
+        if q_len > 1 or kv_len[-1] != max_kv:
+            # Query i of a sequence sees its first kv_len - (q_len - 1 - i) keys, the same for every head of the group.
+            visible = (kv_len[:, None] + np.arange(1 - q_len, 1)).astype(np.int32)
+            mask = self._mask(visible, max_kv)[:, None]
+            if q_len > 1:
+                mask = mask.repeat_interleave(self._group, dim=2)
+        where: slice | torch.Tensor = slice(int(tokens[0]), int(tokens[-1]) + 1)
+        if not contiguous:
+            where = self._to_device(tokens.astype(np.int64))
+        return _Group(len(members), q_len, where, table, max_kv, mask)
+
+    def _plan_chunk(self, batch: RaggedBatch, b: int, block_size: int) -> _Chunk:
+        tokens = slice(int(batch.cu_q[b]), int(batch.cu_q[b + 1]))
+        kv_len, q_len = int(batch.kv_len[b]), tokens.stop - tokens.start
+        num_blocks = -(-kv_len // block_size)
+        blocks = self._to_device(batch.block_table[b, :num_blocks].astype(np.int64))
+        if kv_len == q_len:
+            return _Chunk(tokens, kv_len, blocks, None)
+        visible = np.arange(kv_len - q_len + 1, kv_len + 1, dtype=np.int32)
+        return _Chunk(tokens, kv_len, blocks, self._mask(visible[None], kv_len)[:, None])
+
+    def _mask(self, visible: npt.NDArray[np.int32], max_kv: int) -> torch.Tensor:
+        """Additive mask [B, Q, max_kv]: 0 for the first visible[b, q] keys, -inf after them."""
+        hidden = torch.arange(max_kv, device=self._device) >= self._to_device(visible).unsqueeze(-1)
+        return torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, -torch.inf)
+
+    def _to_device(self, array: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    # -- once a layer
+
+    def attend(
+        self,
+        plan: _Plan,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        fresh: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        num_tokens, num_heads, head_dim = q.shape
+        out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
+        for group in plan.groups:
+            self._attend_group(group, q, k_cache, v_cache, out)
+        for chunk in plan.chunks:
+            self._attend_chunk(chunk, q, k_cache, v_cache, fresh, out)
+        return out.view(num_tokens, num_heads * head_dim)
+
+    def _attend_group(
+        self, group: _Group, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        keys, values = self._gather(k_cache, v_cache, group.blocks)
+        size = (group.num, -1, self._kv_heads, self._head_dim)
+        keys = keys.view(size)[:, : group.max_kv].transpose(1, 2)
+        values = values.view(size)[:, : group.max_kv].transpose(1, 2)
+        picked = q[group.tokens] if isinstance(group.tokens, slice) else q.index_select(0, group.tokens)
+        split = (group.num, group.q_len, self._kv_heads, self._group, self._head_dim)
+        folded = picked.view(split).transpose(1, 2).reshape(group.num, self._kv_heads, -1, self._head_dim)
+        result = F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask)
+        result = result.view(group.num, self._kv_heads, group.q_len, self._group, self._head_dim).transpose(1, 2)
+        if isinstance(group.tokens, slice):
+            out[group.tokens].view(split).copy_(result)
+        else:
+            out.index_copy_(0, group.tokens, result.reshape(-1, *out.shape[1:]))
+
+    def _attend_chunk(
+        self,
+        chunk: _Chunk,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        fresh: tuple[torch.Tensor, torch.Tensor] | None,
+        out: torch.Tensor,
+    ) -> None:
+        if fresh is not None and chunk.mask is None:
+            keys, values = fresh[0][chunk.tokens], fresh[1][chunk.tokens]
+        else:
+            keys, values = (
+                pages.view(-1, self._kv_heads, self._head_dim)[: chunk.kv_len]
+                for pages in self._gather(k_cache, v_cache, chunk.blocks)
+            )
+        num = chunk.tokens.stop - chunk.tokens.start
+        split = (num, self._kv_heads, self._group, self._head_dim)
+        queries = q[chunk.tokens].view(split).permute(1, 2, 0, 3)
+        # KV heads as the batch axis, the group as heads with stride 0: every head reads the same memory.
+        shared = (self._kv_heads, self._group, chunk.kv_len, self._head_dim)
+        keys = keys.transpose(0, 1).unsqueeze(1).expand(shared)
+        values = values.transpose(0, 1).unsqueeze(1).expand(shared)
+        result = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=chunk.mask, is_causal=chunk.mask is None
+        )
+        out[chunk.tokens].view(split).copy_(result.permute(2, 0, 1, 3))
+
+    def _gather(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, blocks: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The named blocks of both caches, one row a block, in scratch that the next gather overwrites."""
+        num, width = blocks.shape[0], k_cache[0].numel()
+        if self._scratch[0].numel() < num * width or self._scratch[0].dtype != k_cache.dtype:
+            self._scratch = (
+                torch.empty(num * width, dtype=k_cache.dtype, device=k_cache.device),
+                torch.empty(num * width, dtype=k_cache.dtype, device=k_cache.device),
+            )
+        keys = self._scratch[0][: num * width].view(num, width)
+        values = self._scratch[1][: num * width].view(num, width)
+        torch.index_select(k_cache.view(-1, width), 0, blocks, out=keys)
+        torch.index_select(v_cache.view(-1, width), 0, blocks, out=values)
+        return keys, values

@@ -1,0 +1,143 @@
+"""From a path or a known name to a model directory, and from a directory to a model on a device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from worker_svc.models.cache import cache_root
+from worker_svc.models.config import BrokenModel, UnsupportedModel, read_json, read_model_config
+from worker_svc.models.llama import Llama
+
+# What a front end needs of a tokenizer, in the order it is sent.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+# Written by older checkpoints, computed here.
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+
+
+def locate_model(model: str) -> Path:
+    """The directory that holds `model`: a Hugging Face directory as it is, a GGUF file converted, a known name fetched.
+
+    Raises BrokenModel or UnsupportedModel with a message for people; fetching raises FetchFailed.
+    """
+    from worker_svc.fetch_model import KNOWN_MODELS, fetch_model
+    from worker_svc.models.gguf import convert_gguf
+
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        return convert_gguf(path, cache_root() / "models")
+    if model in KNOWN_MODELS:
+        return fetch_model(model)
+    known = ", ".join(sorted(KNOWN_MODELS))
+    raise BrokenModel(f"model {model!r} is neither a directory, nor a GGUF file, nor a known name ({known})")
+
+
+def model_name(directory: Path) -> str:
+    """The name clients use: as written when the model was converted, else the directory's own, in lower case."""
+    info = directory / "stepfence.json"
+    if info.exists():
+        name = read_json(info).get("name")
+        if isinstance(name, str) and name:
+            return name
+    return directory.resolve().name.lower()
+
+
+def tokenizer_files(directory: Path) -> Iterator[tuple[str, bytes]]:
+    """Name and bytes of each tokenizer file that is there; nothing without a tokenizer.json."""
+    if (directory / "tokenizer.json").exists():
+        for name in TOKENIZER_FILES:
+            if (directory / name).exists():
+                yield name, (directory / name).read_bytes()
+
+
+def load_model(directory: Path, *, max_len: int | None, dtype: torch.dtype, device: torch.device) -> Llama:
+    """Load a Hugging Face directory. max_len None: the model's own.
+
+    Raises BrokenModel (a file missing, truncated, or of other shapes than config.json says) or UnsupportedModel.
+    """
+    config = read_model_config(directory)
+    with ExitStack() as stack:
+        weights = _Weights(directory, stack)
+        if config.tie_word_embeddings:
+            weights.ignore("lm_head.weight")  # some store a copy all the same
+        model = Llama(
+            config,
+            weights.take,
+            max_len=min(max_len or config.max_position_embeddings, config.max_position_embeddings),
+            dtype=dtype,
+            device=device,
+        )
+        weights.check_all_taken()
+    return model
+
+
+class _Weights:
+    """The tensors of a directory's safetensors files, each taken once."""
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        self._files: dict[str, tuple[Path, object]] = {}
+        for path in _weight_files(directory):
+            try:
+                handle = stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise BrokenModel(f"{path} cannot be read: {error}") from error
+            for name in handle.keys():  # noqa: SIM118 (not a mapping)
+                self._files[name] = (path, handle)
+        self._left = {name for name in self._files if not name.endswith(_IGNORED_SUFFIXES)}
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor of that name. Raises BrokenModel when it is missing or has another shape."""
+        if name not in self._files:
+            raise BrokenModel(f"the weights hold no {name}")
+        path, handle = self._files[name]
+        tensor: torch.Tensor = handle.get_tensor(name)  # type: ignore[attr-defined]
+        if tuple(tensor.shape) != shape:
+            raise BrokenModel(f"{path}: {name} is {tuple(tensor.shape)}, config.json says {shape}")
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            raise UnsupportedModel(f"{path}: {name} is {tensor.dtype}; supported: float32, float16, bfloat16")
+        self._left.discard(name)
+        return tensor
+
+    def ignore(self, name: str) -> None:
+        """Do not expect this one to be taken."""
+        self._left.discard(name)
+
+    def check_all_taken(self) -> None:
+        """Raises UnsupportedModel when tensors are left over: the network is not the one config.json names."""
+        if self._left:
+            some = ", ".join(sorted(self._left)[:3])
+            raise UnsupportedModel(
+                f"the weights hold {len(self._left)} tensors that the architecture has no place for ({some})"
+            )
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    if (directory / _INDEX).exists():
+        weight_map = read_json(directory / _INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise BrokenModel(f"{directory / _INDEX} has no weight_map")
+        names = sorted(set(map(str, weight_map.values())))
+        if any(Path(name).name != name for name in names):
+            raise BrokenModel(f"{directory / _INDEX} names files outside its directory")
+        paths = [directory / name for name in names]
+    else:
+        paths = [directory / _SINGLE]
+    for path in paths:
+        if not path.exists():
+            raise BrokenModel(f"{path} is missing")
+    return paths
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write readable JSON."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
