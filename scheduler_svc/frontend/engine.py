@@ -141,7 +141,8 @@ class FrontEnd:
             return None
         if time_left_s <= 0:
             raise RequestError(DEADLINE)
-        return time_left_s - min(self._limits.deadline_margin_s, time_left_s / 10)
+        margin_s = self._limits.deadline_margin_s + self._limits.deadline_margin_part * time_left_s
+        return time_left_s - min(margin_s, time_left_s / 10)
 
     def _submit(self, submission: Submission, output: OutputAssembler) -> Generation:
         request_id = submission.request_id

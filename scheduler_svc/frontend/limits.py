@@ -28,7 +28,9 @@ class Limits:
     max_frame_bytes: int = 1 << 20
     # One gRPC message, both ways.
     max_message_bytes: int = 16 << 20
-    # Seconds (at most a tenth of the time left) by which a request ends before its client's deadline.
+    # A request ends so much before its client's deadline (but at most a tenth of the time left). gRPC rounds deadlines up
+    # by as much as one in a hundred on the way.
     deadline_margin_s: float = 0.05
+    deadline_margin_part: float = 0.01
     # Texts up to this length are tokenized on the spot, longer ones in a thread.
     max_inline_text_bytes: int = 2048

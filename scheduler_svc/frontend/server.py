@@ -47,7 +47,7 @@ def run(settings: FrontendSettings) -> int:
     """Serve until a signal; the exit code. Logs to stderr."""
     logs.configure(settings.log_format)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(FrontEndProcess(settings).serve())
+        return runner.run(FrontEndProcess(settings).serve(signals=True))
 
 
 class CannotListenError(Exception):
@@ -83,8 +83,8 @@ class FrontEndProcess:
         self._exit_at_once = 0
         self._readiness_changed = asyncio.Event()
 
-    async def serve(self) -> int:
-        """Until a signal (or `stop`) and the drain that follows; the exit code."""
+    async def serve(self, *, signals: bool = False) -> int:
+        """Until `stop` and the drain that follows; the exit code. signals: SIGINT and SIGTERM call `stop`."""
         executor = ThreadPoolExecutor(_NUM_TOKENIZING_THREADS, thread_name_prefix="tokenize")
         transport = GrpcTransport(self._settings.scheduler)
         session = SessionClient(
@@ -107,7 +107,7 @@ class FrontEndProcess:
         tasks = [asyncio.create_task(session.run()), asyncio.create_task(self._keep_health(checks))]
         self._announce()
         try:
-            with self._signals():
+            with self._signals() if signals else contextlib.nullcontext():
                 return await self._until_stopped(server)
         finally:
             await server.stop(0)
@@ -176,19 +176,13 @@ class FrontEndProcess:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        try:
-            for number in numbers:
-                loop.add_signal_handler(number, self.stop, 128 + number)
-        except (ValueError, RuntimeError):
-            # Not the main thread: whoever runs us there stops us.
-            pass
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.stop, 128 + number)
         try:
             yield
         finally:
-            for number in numbers:
-                with contextlib.suppress(ValueError, RuntimeError):
-                    loop.remove_signal_handler(number)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
 
     async def _until_stopped(self, server: grpc.aio.Server) -> int:
         await self._first_signal.wait()
