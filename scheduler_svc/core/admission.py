@@ -47,18 +47,25 @@ def _not_here(state: CoreState, rank: RankState, request: Request) -> SkipReason
         transition(request, Status.WAITING)
     if state.config.resume_settled and request.num_preemptions and request.has_rows_in_flight:
         return SkipReason.RESULT_IN_FLIGHT
-    if request.is_suspect and rank.reserved_for is not request:
-        if _reserved_elsewhere(state, request):
-            return SkipReason.SUSPECT_RUNS_ALONE
-        if rank.running:
-            # Nobody is admitted here any more until the rank is empty and the suspect has its turn.
-            rank.reserved_for = request
-            return SkipReason.SUSPECT_RUNS_ALONE
-    if len(state.ranks) == 1:
-        return None
-    if state.blocks_needed(request) > rank.kv.num_usable:
+    # The reference lets a request run that its only rank can never hold.
+    must_fit = state.config.refuse_infeasible or len(state.ranks) > 1
+    if must_fit and state.blocks_needed(request) > rank.kv.num_usable:
         return SkipReason.NEVER_FITS_HERE
+    if rank.reserved_for is request:
+        return None
+    if request.is_suspect and _waits_to_run_alone(state, rank, request):
+        return SkipReason.SUSPECT_RUNS_ALONE
     return SkipReason.PASSED_OVER if _better_elsewhere(state, rank, request) else None
+
+
+def _waits_to_run_alone(state: CoreState, rank: RankState, suspect: Request) -> bool:
+    """Whether the suspect's turn is yet to come: on another rank, or here, where nobody is admitted any more until the
+    rank is empty."""
+    if _reserved_elsewhere(state, suspect):
+        return True
+    if rank.running:
+        rank.reserved_for = suspect
+    return bool(rank.running)
 
 
 def _reserved_elsewhere(state: CoreState, request: Request) -> bool:
@@ -67,7 +74,7 @@ def _reserved_elsewhere(state: CoreState, request: Request) -> bool:
 
 def _better_elsewhere(state: CoreState, rank: RankState, request: Request) -> bool:
     """Whether another rank that could take it now holds a longer cached prefix; at most _MAX_PASSES times a request."""
-    if request.num_passes >= _MAX_PASSES or not state.config.enable_prefix_caching:
+    if len(state.ranks) == 1 or request.num_passes >= _MAX_PASSES or not state.config.enable_prefix_caching:
         return False
     others = [
         other
