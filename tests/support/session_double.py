@@ -8,7 +8,8 @@
         request.end_length()
 
 or, for many requests at once, `double.play = lambda submit: [b"some", b"tokens"]`: requests are accepted, get these
-frames, and end with LENGTH. Cancel and TextEnded are answered as a scheduler does, unless `answers_cancels` is off.
+frames, and end with LENGTH. Cancel and TextEnded are answered as a scheduler does, unless
+`answers_cancels` or `answers_text_ended` is off.
 """
 
 from __future__ import annotations
@@ -150,6 +151,7 @@ class SessionDouble(session_service_pb2_grpc.SessionServiceServicer):
         self.policy = policy
         self.play: Callable[[session_service_pb2.Submit], Frames] | None = None
         self.answers_cancels = True
+        self.answers_text_ended = True
         self.attaches = True
         self.hellos: list[session_service_pb2.Hello] = []
         self.frames_up: list[session_service_pb2.AttachRequest] = []
@@ -294,7 +296,8 @@ class SessionDouble(session_service_pb2_grpc.SessionServiceServicer):
             if (request := self.live.get(text_ended.handle)) is not None:
                 request.text_ended_at = text_ended.num_tokens
                 request.changed.set()
-                request.end_ok(generation_service_pb2.FINISH_REASON_STOP, num_tokens=text_ended.num_tokens)
+                if self.answers_text_ended:
+                    request.end_ok(generation_service_pb2.FINISH_REASON_STOP, num_tokens=text_ended.num_tokens)
 
     def _take_submit(self, submit: session_service_pb2.Submit) -> None:
         request = ScriptedRequest(self, submit)

@@ -1,0 +1,368 @@
+"""How calls end when they do not end well: clients that leave, deadlines, aborts, lost schedulers, slow readers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import grpc
+import pytest
+
+from stepfence.v1 import generation_service_pb2 as pb
+from stepfence.v1 import session_service_pb2 as session_pb
+from tests.contract.frontend.harness import (
+    complete,
+    front_end,
+    read_refusal,
+    read_stream,
+    refusal,
+    served,
+    text_request,
+    until,
+)
+from tests.support.session_double import DEADLINE_EXCEEDED, INTERNAL, SessionDouble, byte_model
+
+GONE = session_pb.CANCEL_REASON_CLIENT_GONE
+
+
+@pytest.mark.parametrize("unary", [False, True])
+@pytest.mark.parametrize("moment", ["submitted", "accepted", "first token", "many tokens", "text ended"])
+async def test_f19_a_client_that_leaves_at_any_moment_ends_its_request(moment: str, unary: bool) -> None:
+    async with served() as under_test:
+        double = under_test.double
+        prompt = text_request()
+        prompt.sampling.stop.append("END")
+        call = under_test.stub.Complete(complete(prompt)) if unary else under_test.stub.Generate(prompt)
+        request = await double.next_request()
+        if moment != "submitted":
+            request.accept()
+        if moment in ("first token", "many tokens"):
+            request.send_tokens(b"a", *([b"b"] * 50 if moment == "many tokens" else []))
+        if moment == "text ended":
+            double.answers_text_ended = False
+            request.send_tokens(b"aEND")
+            await request.text_ended()
+        if not unary and moment != "submitted":
+            await call.read()
+        call.cancel()
+        assert await request.cancelled() == GONE
+        await under_test.until_nothing_is_left()
+
+
+async def test_a_client_that_leaves_while_its_prompt_is_tokenized_is_never_submitted() -> None:
+    async with served(SessionDouble(byte_model(max_model_len=2**22))) as under_test:
+        entered, leave = asyncio.Event(), asyncio.Event()
+        engine = under_test.process.front_end
+
+        async def beside(num_bytes: int, work: Any) -> Any:
+            entered.set()
+            await leave.wait()
+            return work()
+
+        engine._beside = beside  # type: ignore[method-assign]
+        call = under_test.stub.Generate(text_request("x" * 10_000))
+        reading = asyncio.ensure_future(call.read())
+        await entered.wait()
+        call.cancel()
+        await asyncio.wait((reading,))
+        await until(lambda: engine.num_streams == 0)
+        leave.set()
+        await under_test.until_nothing_is_left()
+        assert under_test.double.requests == []
+
+
+@pytest.mark.parametrize("unary", [False, True])
+async def test_f19_the_deadline_comes_back_with_the_usage_so_far(unary: bool) -> None:
+    async with served() as under_test:
+        prompt = text_request("four")
+        call = (
+            under_test.stub.Complete(complete(prompt), timeout=30)
+            if unary
+            else under_test.stub.Generate(prompt, timeout=30)
+        )
+        request = await under_test.double.next_request()
+        assert 0 < request.submit.timeout.ToNanoseconds() < 29.96e9
+        request.accept()
+        request.send_tokens(b"abc")
+        request.fail(DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
+        told = await refusal(call)
+        assert (told.code, told.reason) == ("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED")
+        assert told.usage is not None
+        assert (told.usage.num_prompt_tokens, told.usage.num_completion_tokens) == (4, 3)
+        await under_test.until_nothing_is_left()
+
+
+async def test_a_deadline_that_passes_here_frees_the_request() -> None:
+    async with served() as under_test:
+        call = under_test.stub.Generate(text_request(), timeout=0.3)
+        request = await under_test.double.next_request()
+        request.accept()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await request.cancelled()
+        await under_test.until_nothing_is_left()
+
+
+async def test_abort_ends_the_call_of_any_client_with_the_usage_so_far() -> None:
+    async with served() as under_test:
+        call = under_test.stub.Generate(text_request(request_id="r1"), timeout=30)
+        request = await under_test.double.next_request()
+        request.accept()
+        request.send_tokens(b"ab")
+        async with grpc.aio.insecure_channel(under_test.address) as other:
+            abort: Any = other.unary_unary(
+                "/stepfence.v1.GenerationService/Abort",
+                request_serializer=pb.AbortRequest.SerializeToString,
+                response_deserializer=pb.AbortResponse.FromString,
+            )
+            await abort(pb.AbortRequest(request_id="r1"), timeout=30)
+        assert await request.cancelled() == session_pb.CANCEL_REASON_ABORTED
+        told = await refusal(call)
+        assert (told.code, told.reason) == ("CANCELLED", "ABORTED")
+        assert told.usage is not None
+        assert told.usage.num_completion_tokens == 2
+        await under_test.until_nothing_is_left()
+
+
+@pytest.mark.parametrize("request_id", ["", "never", "done"])
+async def test_aborting_what_is_not_live_is_not_found(request_id: str) -> None:
+    async with served() as under_test:
+        under_test.double.play = lambda submit: [b"x"]
+        await under_test.stub.Complete(complete(text_request(request_id="done")), timeout=30)
+        told = await refusal(under_test.stub.Abort(pb.AbortRequest(request_id=request_id), timeout=30))
+        assert (told.code, told.reason) == ("NOT_FOUND", "REQUEST_NOT_FOUND")
+
+
+@pytest.mark.parametrize("unary", [False, True])
+async def test_f68_a_failure_amid_the_stream_is_no_success(unary: bool) -> None:
+    async with served() as under_test:
+        call = (
+            under_test.stub.Complete(complete(text_request()), timeout=30)
+            if unary
+            else under_test.stub.Generate(text_request(), timeout=30)
+        )
+        request = await under_test.double.next_request()
+        request.accept()
+        request.send_tokens(*[b"x"] * 7)
+        request.fail(INTERNAL, "WORKER_FAULT", "it fails wherever it runs")
+        told = await refusal(call)
+        assert (told.code, told.reason, told.message) == ("INTERNAL", "WORKER_FAULT", "it fails wherever it runs")
+        assert told.usage is not None
+        assert (told.usage.num_completion_tokens, told.usage.num_preemptions) == (7, 2)
+
+
+async def test_what_was_held_back_is_not_delivered_when_the_request_fails() -> None:
+    async with served() as under_test:
+        prompt = text_request()
+        prompt.sampling.stop.append("STOP")
+        call = under_test.stub.Generate(prompt, timeout=30)
+        request = await under_test.double.next_request()
+        request.accept()
+        request.send_tokens(b"abST")
+        request.fail(INTERNAL, "WORKER_FAULT")
+        text = ""
+        with pytest.raises(grpc.aio.AioRpcError):
+            async for event in call:
+                text += event.delta.text
+        assert text == "ab"
+
+
+@pytest.mark.parametrize("unary", [False, True])
+@pytest.mark.parametrize("how", ["stream dropped", "scheduler gone"])
+async def test_the_loss_of_the_scheduler_ends_every_call_with_what_it_cost(how: str, unary: bool) -> None:
+    async with served() as under_test:
+        double = under_test.double
+        calls = [
+            under_test.stub.Complete(complete(text_request("four")), timeout=30)
+            if unary
+            else under_test.stub.Generate(text_request("four"), timeout=30)
+            for _ in range(3)
+        ]
+        requests = [await double.next_request() for _ in calls]
+        for request in requests[:2]:
+            request.accept()
+            request.send_tokens(b"abc")
+        if not unary:
+            for call in calls[:2]:
+                assert (await call.read()).WhichOneof("event") == "accepted"
+                assert (await call.read()).delta.text == "abc"
+        else:
+            marker = under_test.stub.Generate(text_request(), timeout=30)
+            (await double.next_request()).accept()
+            await marker.read()
+        if how == "stream dropped":
+            double.drop_stream()
+        else:
+            await double.stop()
+        accepted, _, waiting = [await refusal(call) for call in calls]
+        assert (accepted.code, accepted.reason) == ("UNAVAILABLE", "SCHEDULER_UNAVAILABLE")
+        assert accepted.usage is not None
+        assert (accepted.usage.num_prompt_tokens, accepted.usage.num_completion_tokens) == (4, 3)
+        assert (waiting.code, waiting.reason, waiting.usage) == ("UNAVAILABLE", "SCHEDULER_UNAVAILABLE", None)
+
+
+async def test_a_scheduler_that_comes_back_is_found_again() -> None:
+    double = SessionDouble()
+    double.play = lambda submit: [b"ok"]
+    async with served(double) as under_test:
+        await double.stop()
+        await under_test.until_health(2)
+        for call in (
+            under_test.stub.Complete(complete(text_request()), timeout=30),
+            under_test.stub.GetModel(pb.GetModelRequest(), timeout=30),
+        ):
+            told = await refusal(call)
+            assert (told.code, told.reason) == ("UNAVAILABLE", "SCHEDULER_UNAVAILABLE")
+        await double.start()
+        await under_test.until_health(1)
+        assert (await under_test.stub.Complete(complete(text_request()), timeout=30)).text == "ok"
+        first, second = double.hellos
+        assert first.front_end_id == second.front_end_id != ""
+
+
+async def test_a_scheduler_that_breaks_the_contract_is_left_and_tried_again() -> None:
+    double = SessionDouble()
+    async with served(double) as under_test:
+        for tokens in (
+            session_pb.TokenColumns(handles=b"abc"),
+            session_pb.TokenColumns(handles=b"\1\0\0\0", token_ids=b""),
+            session_pb.TokenColumns(handles=b"\1\0\0\0", counts=b"\xff\xff\xff\xff", token_ids=b""),
+        ):
+            call = under_test.stub.Generate(text_request(), timeout=30)
+            (await double.next_request()).accept()
+            double.send(session_pb.AttachResponse(tokens=tokens))
+            assert (await refusal(call)).reason == "SCHEDULER_UNAVAILABLE"
+            await under_test.until_health(1)
+        call = under_test.stub.Generate(text_request(), timeout=30)
+        request = await double.next_request()
+        request.accept()
+        double.send(session_pb.AttachResponse(ended=[session_pb.RequestEnded(handle=request.handle)]))
+        assert (await refusal(call)).reason == "SCHEDULER_UNAVAILABLE"
+
+
+async def test_words_about_unknown_handles_are_ignored() -> None:
+    async with served() as under_test:
+        double = under_test.double
+        double.send_tokens({12345: list(b"x")})
+        double.send(session_pb.AttachResponse(accepted=[session_pb.SubmitAccepted(handle=12345)]))
+        double.send(
+            session_pb.AttachResponse(ended=[session_pb.RequestEnded(handle=12345, ok=session_pb.EndedOk(reason=1))])
+        )
+        double.play = lambda submit: [b"ok"]
+        assert (await under_test.stub.Complete(complete(text_request()), timeout=30)).text == "ok"
+
+
+async def test_a_draining_scheduler_takes_nothing_new_and_finishes_what_it_has() -> None:
+    async with served() as under_test:
+        call = under_test.stub.Generate(text_request(), timeout=30)
+        request = await under_test.double.next_request()
+        request.accept()
+        under_test.double.send(session_pb.AttachResponse(draining=True))
+        await under_test.until_health(2)
+        told = await refusal(under_test.stub.Complete(complete(text_request()), timeout=30))
+        assert (told.code, told.reason) == ("UNAVAILABLE", "DRAINING")
+        request.send_tokens(b"ok")
+        request.end_length()
+        assert (await read_stream(call)).text == "ok"
+
+
+async def test_f19_a_slow_reader_is_bounded_and_blocks_nobody() -> None:
+    async with served() as under_test:
+        double = under_test.double
+        slow = under_test.stub.Generate(text_request(), timeout=60)
+        request = await double.next_request()
+        request.accept()
+        assert (await slow.read()).WhichOneof("event") == "accepted"
+        frame = bytes(range(97, 123)) * 80
+        # gRPC itself keeps a part; what is over the limit is cut off here.
+        for _ in range(5000):
+            if request.cancel_reason is not None:
+                break
+            request.send_tokens(frame)
+            await asyncio.sleep(0)
+        assert await request.cancelled() == session_pb.CANCEL_REASON_SLOW_READER
+        double.play = lambda submit: [b"ok"]
+        assert (await under_test.stub.Complete(complete(text_request()), timeout=30)).text == "ok"
+        received = ""
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while (event := await slow.read()) is not grpc.aio.EOF:
+                received += event.delta.text
+        told = read_refusal(caught.value)
+        assert (told.code, told.reason) == ("RESOURCE_EXHAUSTED", "SLOW_READER")
+        assert told.usage is not None
+        # A prefix of the text, without holes.
+        whole = frame.decode() * (len(received) // len(frame) + 1)
+        assert whole.startswith(received)
+        await under_test.until_nothing_is_left()
+
+
+async def test_a_reader_that_catches_up_gets_everything() -> None:
+    async with served() as under_test:
+        call = under_test.stub.Generate(text_request(), timeout=60)
+        request = await under_test.double.next_request()
+        request.accept()
+        await call.read()
+        expected = ""
+        for number in range(3000):
+            text = f"{number} "
+            expected += text
+            request.send_tokens(text.encode())
+        request.end_length()
+        await until(lambda: under_test.process.front_end.num_live == 0)
+        received, num_deltas = "", 0
+        while (event := await call.read()) is not grpc.aio.EOF:
+            received += event.delta.text
+            num_deltas += event.HasField("delta")
+        assert received == expected
+        assert num_deltas <= 3000
+
+
+async def test_64_streams_with_random_cancels_leave_nothing() -> None:
+    rng = random.Random(7)
+    async with served() as under_test:
+        double = under_test.double
+        texts = {f"r{number}": bytes(rng.choices(range(97, 123), k=rng.randint(1, 120))) for number in range(64)}
+        double.play = lambda submit: [bytes([byte]) for byte in texts[submit.request_id]]
+        doomed = set(rng.sample(sorted(texts), 12))
+
+        async def client(request_id: str) -> None:
+            await asyncio.sleep(rng.random() * 0.05)
+            call = under_test.stub.Generate(text_request(request_id=request_id), timeout=60)
+            if request_id in doomed:
+                for _ in range(rng.randint(0, 20)):
+                    if await call.read() is grpc.aio.EOF:
+                        break
+                call.cancel()
+                return
+            streamed = await read_stream(call)
+            assert streamed.text.encode() == texts[request_id]
+
+        await asyncio.gather(*(client(request_id) for request_id in texts))
+        await under_test.until_nothing_is_left()
+        # The scheduler is told that no stream is open any more.
+        await until(lambda: double.frames_up[-1].num_live_streams == 0)
+
+
+async def test_open_streams_are_reported_at_least_once_a_second() -> None:
+    async with served() as under_test:
+        call = under_test.stub.Generate(text_request(), timeout=30)
+        (await under_test.double.next_request()).accept()
+        await call.read()
+        num_frames = len(under_test.double.frames_up)
+        await until(lambda: len(under_test.double.frames_up) >= num_frames + 2)
+        assert under_test.double.frames_up[-1].num_live_streams == 1
+        call.cancel()
+        await until(lambda: under_test.double.frames_up[-1].num_live_streams == 0)
+
+
+async def test_a_scheduler_that_never_says_attached_leaves_the_front_end_not_ready() -> None:
+    double = SessionDouble()
+    double.attaches = False
+    async with double, front_end(double, ready=False) as under_test:
+        await until(lambda: bool(double.hellos))
+        assert await under_test.health() == 2
+        told = await refusal(under_test.stub.Generate(text_request(), timeout=30))
+        assert told.reason == "SCHEDULER_UNAVAILABLE"
