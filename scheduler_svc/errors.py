@@ -40,10 +40,12 @@ class LinkRefused(LinkLost):
 class LinkRejected(ShellError):
     """The worker answered with an error of its own instead of failing in transport."""
 
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(f"{code}: {message}")
+    def __init__(self, code: str, message: str, reason: str = "") -> None:
+        """code: a gRPC code's name. reason: of the ErrorInfo that came along, if any."""
+        super().__init__(f"{reason or code}: {message}")
         self.code = code
         self.message = message
+        self.reason = reason
 
 
 class RankUnfit(ShellError):

@@ -11,6 +11,7 @@ import grpc.aio
 
 from scheduler_svc.errors import LinkLost, LinkRefused, LinkRejected
 from scheduler_svc.grpc_options import MAX_MESSAGE_BYTES
+from scheduler_svc.rpc_status import reason_of
 from scheduler_svc.worker_transport import StepStream, WorkerLink
 from stepfence.v1 import worker_service_pb2
 
@@ -33,6 +34,7 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.max_reconnect_backoff_ms", 500),
 )
 
+_DETAILS_KEY: Final = "grpc-status-details-bin"
 _EOF: Final = cast(Any, grpc.aio).EOF
 
 # What the transport itself says when it fails. Everything else was said by the worker.
@@ -105,6 +107,13 @@ class _GrpcStepStream:
         self._call.cancel()
 
 
+def _reason(error: grpc.aio.AioRpcError) -> str:
+    for key, value in cast(Any, error.trailing_metadata()) or ():
+        if key == _DETAILS_KEY and isinstance(value, bytes):
+            return reason_of(value)
+    return ""
+
+
 def _cancelled_or_lost() -> BaseException:
     # gRPC reports a call that was cancelled on this side in the same way as the cancellation of the task.
     task = asyncio.current_task()
@@ -116,6 +125,10 @@ def _cancelled_or_lost() -> BaseException:
 def _judged(error: grpc.aio.AioRpcError) -> LinkLost | LinkRejected:
     code = error.code()
     details = error.details() or ""
+    reason = _reason(error)
+    if reason:
+        # The transport knows no such details: the worker said so, whatever the code.
+        return LinkRejected(code.name, details, reason)
     if code in _TRANSPORT_CODES:
         if "Connection refused" in details:
             return LinkRefused(details)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final, NoReturn
 
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -22,6 +23,18 @@ def to_status(failure: Failure) -> status_pb2.Status:
         retry.retry_delay.FromNanoseconds(max(0, round(failure.retry_after_s * 1e9)))
         status.details.add().Pack(retry)
     return status
+
+
+def reason_of(details: bytes) -> str:
+    """The reason in the ErrorInfo of an encoded google.rpc.Status; "" when there is none."""
+    info = error_details_pb2.ErrorInfo()
+    try:
+        for detail in status_pb2.Status.FromString(details).details:
+            if detail.Unpack(info):
+                return info.reason
+    except DecodeError:
+        return ""
+    return ""
 
 
 async def abort(context: Any, failure: Failure) -> NoReturn:

@@ -108,8 +108,8 @@ class SchedulerProcess:
         self.port = 0
         self.service: SchedulerService | None = None
 
-    async def serve(self, *, handle_signals: bool = True) -> int:
-        """Run to the end; returns the exit code."""
+    async def serve(self, *, owns_process: bool = True) -> int:
+        """Run to the end; returns the exit code. owns_process: take signals and tune the garbage collector."""
         refuse_unknown((*SERVER_OPTIONS, *CHANNEL_OPTIONS))
         service = self.service = self._make_service()
         server = self._make_server(service)
@@ -124,9 +124,9 @@ class SchedulerProcess:
         log.info("listening", extra={"address": f"{host}:{self.port}", "workers": list(self._settings.worker)})
         warn_when_exposed(host)
         self._stop_now = asyncio.get_running_loop().create_future()
-        if handle_signals:
+        if owns_process:
             self._take_signals(service)
-        _tame_garbage_collector()
+            _tame_garbage_collector()
         self.started.set()
         try:
             return await self._until_done(service)

@@ -35,7 +35,7 @@ from scheduler_svc.facts import MetricsSink, NullMetrics, NullRecorder, Recorder
 from scheduler_svc.loop import LoopLimits, SchedulerLoop
 from scheduler_svc.served_model import ServedModel
 from scheduler_svc.session import SessionHub
-from scheduler_svc.worker_client import Claims, Geometry, Patience, RankClient
+from scheduler_svc.worker_client import Geometry, Patience, RankClient, RankRegister
 from scheduler_svc.worker_pool import WorkerPool
 from scheduler_svc.worker_transport import AddressResolver, WorkerTransport
 
@@ -85,7 +85,7 @@ class SchedulerService:
         self._on_idle = on_idle
         self._was_ready: bool | None = None
         self._resets: deque[asyncio.Future[PrefixCacheReset]] = deque()
-        self._claims = Claims()
+        self._register = RankRegister()
         self.model = ServedModel(self._is_model_in_use, lambda facts: self.hub.model_changed(facts))
         self.pool = WorkerPool(options.workers, resolver, self._make_client)
         self.loop = SchedulerLoop(
@@ -232,7 +232,7 @@ class SchedulerService:
             self._transport,
             self.loop,
             self.model,
-            self._claims,
+            self._register,
             geometry=Geometry(
                 block_size=config.block_size,
                 num_rows=config.num_rows,

@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 _FIRST_STEPS: Final = 3
 _MAX_TOKENIZER_BYTES: Final = 256 << 20
 _TOKENIZER_RETRY_S: Final = 1.0
+# ErrorInfo reason of a worker that is leaving.
+_DRAINING: Final = "DRAINING"
 
 
 class RankState(str, Enum):
@@ -101,13 +103,20 @@ class RankInbox(Protocol):
         """A step's result arrived."""
 
 
-class Claims:
-    """Which rank holds which worker process: one process must not be two ranks because two addresses lead to it."""
+class RankRegister:
+    """What must hold across rank clients, and across their lives: one worker process is not two ranks because two
+    addresses lead to it, and a rank's epochs never start over."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, str] = {}
+        self._epochs: dict[str, int] = {}
 
-    def take(self, worker_incarnation: int, rank: str) -> None:
+    def next_epoch(self, rank: str) -> int:
+        """From 1."""
+        epoch = self._epochs[rank] = self._epochs.get(rank, 0) + 1
+        return epoch
+
+    def claim(self, worker_incarnation: int, rank: str) -> None:
         """Raises RankUnfit when another rank holds it."""
         holder = self._ranks.setdefault(worker_incarnation, rank)
         if holder != rank:
@@ -139,7 +148,7 @@ class RankClient:
         transport: WorkerTransport,
         inbox: RankInbox,
         model: ServedModel,
-        claims: Claims,
+        register: RankRegister,
         *,
         geometry: Geometry,
         patience: Patience,
@@ -156,7 +165,7 @@ class RankClient:
         self._transport = transport
         self._inbox = inbox
         self._model = model
-        self._claims = claims
+        self._register = register
         self._geometry = geometry
         self._patience = patience
         self._scheduler_incarnation = scheduler_incarnation
@@ -317,7 +326,7 @@ class RankClient:
         if self._is_joined and capabilities.worker_incarnation != self._incarnation:
             self._end_epoch("the worker process was replaced", blameless=self._is_draining)
         if not self._is_joined and capabilities.worker_incarnation == self._drained_incarnation:
-            raise RankUnfit("drained, waiting for its process to end")
+            raise LinkLost("drained, waiting for its process to end")
         geometry = self._geometry
         if capabilities.protocol_revision < codec.PROTOCOL_REVISION:
             raise RankUnfit(
@@ -359,7 +368,7 @@ class RankClient:
     async def _open(self, stream: StepStream, capabilities: WorkerCapabilities) -> None:
         is_new = not self._is_joined
         if is_new:
-            self._epoch += 1
+            self._epoch = self._register.next_epoch(self.rank)
         epoch = self._epoch
         geometry = self._geometry
         opening = codec.encode_open(
@@ -393,11 +402,11 @@ class RankClient:
             raise RankUnfit(f"its pool has {opened.num_blocks} blocks, at least 2 are needed (block 0 holds nothing)")
         if opened.executed_step_seq != 0:
             raise WorkerProtocolError(f"a new epoch begins with step {opened.executed_step_seq} executed")
-        self._claims.take(capabilities.worker_incarnation, self.rank)
+        self._register.claim(capabilities.worker_incarnation, self.rank)
         try:
             self._model.adopt(capabilities.model)
         except RankUnfit:
-            self._claims.release(capabilities.worker_incarnation, self.rank)
+            self._register.release(capabilities.worker_incarnation, self.rank)
             raise
         self._incarnation = capabilities.worker_incarnation
         self._max_message_bytes = capabilities.max_message_bytes
@@ -531,7 +540,11 @@ class RankClient:
     # --- ends ---
 
     def _rejected(self, error: LinkRejected) -> float:
-        self._end_epoch(str(error))
+        is_leaving = error.reason == _DRAINING
+        if is_leaving and self._is_joined:
+            # It said so before the rows were gone: its drain deadline passed, or it forgot to say.
+            self._drained_incarnation = self._incarnation
+        self._end_epoch(str(error), blameless=is_leaving)
         self.cause = str(error)
         if error.code == "ABORTED":
             # Another scheduler opened this worker. Taking it back at once would make the two throw each other out.
@@ -566,7 +579,7 @@ class RankClient:
 
     def _close_epoch(self, reason: str) -> None:
         self._is_joined = self._is_connected = self._is_draining = False
-        self._claims.release(self._incarnation, self.rank)
+        self._register.release(self._incarnation, self.rank)
         num_unacked = len(self._steps)
         self._steps.clear()
         self._num_transmitted = 0
