@@ -31,7 +31,7 @@ def reason_of(details: bytes) -> str:
     try:
         for detail in status_pb2.Status.FromString(details).details:
             if detail.Unpack(info):
-                return info.reason
+                return str(info.reason)
     except DecodeError:
         return ""
     return ""

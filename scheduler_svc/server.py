@@ -121,7 +121,8 @@ class SchedulerProcess:
         await self._publish_health()
         await server.start()
         host = self._settings.listen.rpartition(":")[0]
-        log.info("listening", extra={"address": f"{host}:{self.port}", "workers": list(self._settings.worker)})
+        address = f"{host}:{self.port}"
+        log.info("listening on %s", address, extra={"address": address, "workers": list(self._settings.worker)})
         warn_when_exposed(host)
         self._stop_now = asyncio.get_running_loop().create_future()
         if owns_process:

@@ -451,7 +451,8 @@ async def test_without_a_worker_there_is_no_model(double: WorkerDouble) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await client.stub.GetModel(pb.SessionServiceGetModelRequest())
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-        status = rpc_status.from_call(error.value)
+        call: Any = error.value
+        status = rpc_status.from_call(call)
         info = error_details_pb2.ErrorInfo()
         assert status is not None and status.details[0].Unpack(info)
         assert (info.reason, info.domain) == ("NO_WORKER", "stepfence")
