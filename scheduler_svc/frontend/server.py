@@ -12,6 +12,7 @@ import signal
 import socket
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Final
 
 import grpc.aio
@@ -72,9 +73,11 @@ class FrontEndProcess:
     port: the one really listened on, once `listening` is set.
     """
 
-    def __init__(self, settings: FrontendSettings, *, rng: random.Random | None = None) -> None:
+    def __init__(
+        self, settings: FrontendSettings, *, rng: random.Random | None = None, limits: Limits | None = None
+    ) -> None:
         self._settings = settings
-        self._limits = Limits(max_prompt_bytes=settings.max_prompt_bytes)
+        self._limits = replace(limits or Limits(), max_prompt_bytes=settings.max_prompt_bytes)
         self._rng = rng or random.SystemRandom()
         self.port = 0
         self.listening = asyncio.Event()

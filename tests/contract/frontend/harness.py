@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from scheduler_svc.config import FrontendSettings
+from scheduler_svc.frontend.limits import Limits
 from scheduler_svc.frontend.server import SERVICE, FrontEndProcess
 from stepfence.v1 import generation_service_pb2 as pb
 from stepfence.v1 import generation_service_pb2_grpc
@@ -72,12 +72,12 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @contextlib.asynccontextmanager
 async def front_end(
-    double: SessionDouble, *, ready: bool = True, seed: int | None = None, **settings: Any
+    double: SessionDouble, *, ready: bool = True, limits: Limits | None = None, **settings: Any
 ) -> AsyncIterator[FrontEndUnderTest]:
     """Attached to the double, and ready unless told otherwise; ended at once afterwards."""
     process = FrontEndProcess(
         FrontendSettings(listen="127.0.0.1:0", scheduler=double.address, **settings),
-        rng=None if seed is None else random.Random(seed),
+        limits=limits,
     )
     serving = asyncio.create_task(process.serve())
     await process.listening.wait()
@@ -193,3 +193,12 @@ async def read_stream(call: Any) -> Streamed:
     assert kinds == ["accepted", *["delta"] * (len(events) - 2), "finished"]
     assert all(event.delta.text or event.delta.token_ids for event in events[1:-1])
     return Streamed(events[0].accepted, [event.delta for event in events[1:-1]], events[-1].finished)
+
+
+async def until_taken(under_test: FrontEndUnderTest) -> None:
+    """Until the front end has seen all that was sent so far: frames are taken in order, and so is this one."""
+    other = asyncio.ensure_future(under_test.stub.Complete(complete(text_request()), timeout=30))
+    marker = await under_test.double.next_request()
+    marker.accept()
+    marker.end_length()
+    await other

@@ -20,8 +20,9 @@ from tests.contract.frontend.harness import (
     served,
     text_request,
     until,
+    until_taken,
 )
-from tests.support.session_double import ScriptedRequest, SessionDouble, byte_model
+from tests.support.session_double import SessionDouble, byte_model
 from tests.unit.frontend.tokenizer_files import byte_level_json, chat_config, files
 
 WORDS = "삼겹살 🙂 é naïve"
@@ -87,7 +88,7 @@ async def test_f70_nothing_that_may_become_a_stop_string_is_sent_before_that_is_
         request.send_tokens(b"x", b"a", b"b", b"c")
         assert (await call.read()).delta.text == "x"
         unread = asyncio.ensure_future(call.read())
-        await until_taken(under_test, request)
+        await until_taken(under_test)
         assert not unread.done()
         request.send_tokens(b"e")
         assert (await unread).delta.text == "abce"
@@ -95,16 +96,6 @@ async def test_f70_nothing_that_may_become_a_stop_string_is_sent_before_that_is_
         assert await request.text_ended() == 8
         finished = (await call.read()).finished
         assert (finished.stop_string, finished.usage.num_completion_tokens) == ("ab!", 8)
-
-
-async def until_taken(under_test: FrontEndUnderTest, request: ScriptedRequest) -> None:
-    """Until the front end has seen all that was sent so far: frames are taken in order, and so is this one."""
-    other = asyncio.ensure_future(under_test.stub.Complete(complete(text_request()), timeout=30))
-    marker = await under_test.double.next_request()
-    marker.accept()
-    marker.end_length()
-    await other
-    assert not request.ended
 
 
 async def test_a_stop_string_complete_with_the_last_token_is_a_stop() -> None:

@@ -1,0 +1,302 @@
+"""The front end as a process: health, reflection, keepalive, drain, signals, exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from scheduler_svc.config import FrontendSettings
+from scheduler_svc.frontend.server import SERVICE, FrontEndProcess, is_loopback
+from stepfence.v1 import generation_service_pb2 as pb
+from stepfence.v1 import generation_service_pb2_grpc
+from tests.contract.frontend.harness import (
+    NOT_SERVING,
+    SERVING,
+    complete,
+    front_end,
+    read_stream,
+    refusal,
+    served,
+    text_request,
+    until,
+)
+from tests.support.session_double import SessionDouble
+
+ROOT = Path(__file__).parents[3]
+START = (
+    "import sys; from scheduler_svc.config import FrontendSettings; from scheduler_svc.frontend.server import run; "
+    "sys.exit(run(FrontendSettings(listen=sys.argv[1], scheduler=sys.argv[2], drain_deadline_s=float(sys.argv[3]), "
+    "log_format='json')))"
+)
+
+
+# --- health, reflection, keepalive ----------------------------------------------------------------------------------
+
+
+async def test_f62_readiness_follows_the_scheduler_and_liveness_does_not(caplog: pytest.LogCaptureFixture) -> None:
+    double = SessionDouble()
+    double.has_worker = False
+    caplog.set_level(logging.INFO)
+    async with double, front_end(double, ready=False) as under_test:
+        await double.attached()
+        assert await under_test.health() == NOT_SERVING
+        assert await under_test.health("") == SERVING
+        double.worker_joins()
+        await under_test.until_health(SERVING)
+        await double.stop()
+        await under_test.until_health(NOT_SERVING)
+        assert await under_test.health("") == SERVING
+        await double.start()
+        await under_test.until_health(SERVING)
+        causes = [str(getattr(record, "cause", "")) for record in caplog.records if record.message == "not ready"]
+        assert any("no worker" in cause for cause in causes)
+        assert any("no connection to the scheduler" in cause for cause in causes)
+
+
+async def test_reflection_lists_the_service() -> None:
+    async with served() as under_test:
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(under_test.channel)
+        call = stub.ServerReflectionInfo(timeout=30)
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        response = await call.read()
+        names = {service.name for service in response.list_services_response.service}
+        assert {SERVICE, "grpc.health.v1.Health"} <= names
+        await call.done_writing()
+
+
+async def test_f59_a_silent_call_survives_a_client_that_pings() -> None:
+    options = (
+        ("grpc.keepalive_time_ms", 20),
+        ("grpc.keepalive_timeout_ms", 5000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+    )
+    async with served() as under_test, grpc.aio.insecure_channel(under_test.address, options=options) as channel:
+        stub: Any = generation_service_pb2_grpc.GenerationServiceStub(channel)
+        call = stub.Complete(complete(text_request()), timeout=60)
+        request = await under_test.double.next_request()
+        request.accept()
+        # With the server's defaults the third ping ends the connection.
+        await asyncio.sleep(2)
+        request.send_tokens(b"late")
+        request.end_length()
+        assert (await call).text == "late"
+
+
+# --- start ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_taken_port_ends_with_an_error_that_names_the_flag(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        process = FrontEndProcess(FrontendSettings(listen=listen, scheduler="127.0.0.1:1"))
+        assert await process.serve() == 1
+    told = " ".join(str(getattr(record, "cause", "")) for record in caplog.records)
+    assert "--listen" in told
+    assert listen in told
+
+
+@pytest.mark.parametrize(
+    "host, loopback",
+    [
+        ("127.0.0.1", True), ("127.9.9.9", True), ("localhost", True), ("[::1]", True),
+        ("0.0.0.0", False), ("[::]", False), ("192.168.1.5", False), ("example.org", False),
+    ],
+)  # fmt: skip
+def test_what_only_this_machine_can_reach(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
+
+
+async def test_listening_beyond_this_machine_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    async with SessionDouble() as double:
+        process = FrontEndProcess(FrontendSettings(listen="0.0.0.0:0", scheduler=double.address))
+        serving = asyncio.create_task(process.serve())
+        await process.listening.wait()
+        assert any("without TLS and without authentication" in record.message for record in caplog.records)
+        process.stop()
+        assert await serving == 0
+
+
+# --- drain ----------------------------------------------------------------------------------------------------------
+
+
+async def test_f83_drain_refuses_new_work_and_finishes_what_was_accepted() -> None:
+    async with served() as under_test:
+        running = under_test.stub.Generate(text_request(), timeout=30)
+        first = await under_test.double.next_request()
+        first.accept()
+        queued = under_test.stub.Complete(complete(text_request()), timeout=30)
+        second = await under_test.double.next_request()
+        second.accept()
+        under_test.process.stop()
+        await under_test.until_health(NOT_SERVING)
+        assert await under_test.health("") == SERVING
+        told = await refusal(under_test.stub.Generate(text_request(), timeout=30))
+        assert (told.code, told.reason) == ("UNAVAILABLE", "DRAINING")
+        first.send_tokens(b"done")
+        first.end_length()
+        second.send_tokens(b"too")
+        second.end_length()
+        assert (await read_stream(running)).text == "done"
+        assert (await queued).text == "too"
+        assert await asyncio.wait_for(asyncio.shield(under_test.serving), 30) == 0
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_f83_what_is_left_at_the_deadline_ends_unavailable_with_its_usage(answers: bool) -> None:
+    async with served(drain_deadline_s=0.2) as under_test:
+        under_test.double.answers_cancels = answers
+        calls = [
+            under_test.stub.Generate(text_request("four"), timeout=30),
+            under_test.stub.Complete(complete(text_request("four")), timeout=30),
+        ]
+        for _ in calls:
+            request = await under_test.double.next_request()
+            request.accept()
+            request.send_tokens(b"abc")
+        ends = asyncio.gather(*(refusal(call) for call in calls))
+        under_test.process.stop()
+        for told in await ends:
+            assert (told.code, told.reason) == ("UNAVAILABLE", "DRAINING")
+            assert told.usage is not None
+            assert (told.usage.num_prompt_tokens, told.usage.num_completion_tokens) == (4, 3)
+            # The scheduler knows more, when it answers in time.
+            assert told.usage.num_preemptions == (2 if answers else 0)
+        assert await asyncio.wait_for(asyncio.shield(under_test.serving), 30) == 3
+        assert all(request.cancel_reason is not None for request in under_test.double.requests)
+
+
+async def test_a_second_signal_ends_at_once() -> None:
+    async with served() as under_test:
+        call = under_test.stub.Generate(text_request(), timeout=30)
+        (await under_test.double.next_request()).accept()
+        await call.read()
+        under_test.process.stop()
+        under_test.process.stop(130)
+        assert await asyncio.wait_for(asyncio.shield(under_test.serving), 30) == 130
+        with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+
+
+# --- real processes -------------------------------------------------------------------------------------------------
+
+
+class Child:
+    """A front end in a process of its own."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.lines: list[dict[str, Any]] = []
+
+    async def line(self, message: str) -> dict[str, Any]:
+        """The next line of its log with this message."""
+        assert self.process.stderr is not None
+        async with asyncio.timeout(60):
+            while data := await self.process.stderr.readline():
+                self.lines.append(json.loads(data))
+                if self.lines[-1]["message"] == message:
+                    return self.lines[-1]
+        raise AssertionError(f"ended without {message!r}: {self.lines}")
+
+    async def exit_code(self) -> int:
+        await asyncio.wait_for(self.process.communicate(), 60)
+        assert self.process.returncode is not None
+        return self.process.returncode
+
+
+@contextlib.asynccontextmanager
+async def child(listen: str, scheduler: str, drain_deadline_s: float = 30) -> AsyncIterator[Child]:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'protos'}"}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", START, listen, scheduler, str(drain_deadline_s),
+        env=environment, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        yield Child(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_an_idle_process_ends_with_0_on_a_signal(number: int) -> None:
+    async with SessionDouble() as double, child("127.0.0.1:0", double.address) as front:
+        listening = await front.line("listening")
+        assert listening["address"].startswith("127.0.0.1:")
+        assert not listening["address"].endswith(":0")
+        await front.line("ready")
+        front.process.send_signal(number)
+        assert await front.exit_code() == 0
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_two_signals_end_a_busy_process_with_128_plus_the_number(number: int) -> None:
+    async with SessionDouble() as double, child("127.0.0.1:0", double.address) as front:
+        address = (await front.line("listening"))["address"]
+        await front.line("ready")
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub: Any = generation_service_pb2_grpc.GenerationServiceStub(channel)
+            call = stub.Generate(text_request())
+            (await double.next_request()).accept()
+            await call.read()
+            front.process.send_signal(number)
+            await front.line("draining")
+            front.process.send_signal(number)
+            assert await front.exit_code() == 128 + number
+
+
+@pytest.mark.e2e
+async def test_a_drain_deadline_with_work_left_ends_with_3() -> None:
+    async with SessionDouble() as double, child("127.0.0.1:0", double.address, 0.1) as front:
+        address = (await front.line("listening"))["address"]
+        await front.line("ready")
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub: Any = generation_service_pb2_grpc.GenerationServiceStub(channel)
+            call = stub.Generate(text_request())
+            (await double.next_request()).accept()
+            assert (await call.read()).WhichOneof("event") == "accepted"
+            front.process.send_signal(signal.SIGTERM)
+            told = await refusal(call)
+            assert told.reason == "DRAINING"
+            assert await front.exit_code() == 3
+
+
+@pytest.mark.e2e
+async def test_a_front_end_that_dies_takes_its_stream_with_it() -> None:
+    async with SessionDouble() as double, child("127.0.0.1:0", double.address) as front:
+        await front.line("ready")
+        front.process.kill()
+        await front.exit_code()
+        await until(lambda: not double._attached.is_set())
+
+
+@pytest.mark.e2e
+async def test_a_process_without_a_scheduler_is_alive_and_says_what_is_missing() -> None:
+    async with child("127.0.0.1:0", "127.0.0.1:1") as front:
+        address = (await front.line("listening"))["address"]
+        cause = (await front.line("not ready"))["cause"]
+        assert "scheduler" in cause
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub: Any = generation_service_pb2_grpc.GenerationServiceStub(channel)
+            told = await refusal(stub.GetModel(pb.GetModelRequest(), timeout=30))
+            assert (told.code, told.reason) == ("UNAVAILABLE", "SCHEDULER_UNAVAILABLE")
+        front.process.send_signal(signal.SIGTERM)
+        assert await front.exit_code() == 0
