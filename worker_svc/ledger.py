@@ -61,6 +61,10 @@ class Ledger:
     def num_rows_held(self) -> int:
         return len(self._row_of)
 
+    def bounds(self, row: int) -> tuple[int, int]:
+        """Most tokens that the request in this row can have, and most of them that can be in KV."""
+        return int(self._known[row]), int(self._computed[row])
+
     def apply(self, step: Step) -> DraftedRows | None:
         """Judge a step and take it as done; the rows with drafts, if any, for `settle`.
 

@@ -221,8 +221,12 @@ class ScriptedRunner:
             self._drop(request_id)
         for request in step.added:
             self._drop(request.request_id)
+        # Whoever writes a block claims it before others share it, whatever the order of the message.
         for request in step.added:
-            self._add(request, step)
+            self._enter(request)
+            self._memory.claim(self._split_table(request)[1], step.processed_step_seq, self._name(request.row))
+        for request in step.added:
+            self._memory.share(self._split_table(request)[0])
         for row, block in zip(step.appended_rows.tolist(), step.appended_blocks.tolist(), strict=True):
             self._memory.claim([block], step.processed_step_seq, self._name(row))
             self._rows[row].table.append(block)
@@ -276,13 +280,15 @@ class ScriptedRunner:
             gone = self._rows.pop(row)
             self._memory.release(gone.table, gone.last_step_seq)
 
-    def _add(self, request: AddedRequest, step: Step) -> None:
-        row = _Row(request, self._script)
-        num_shared = request.num_computed_tokens // self._memory.block_size
-        self._memory.share(row.table[:num_shared])
-        self._rows[request.row] = row
+    def _enter(self, request: AddedRequest) -> None:
+        self._rows[request.row] = _Row(request, self._script)
         self._row_of[request.request_id] = request.row
-        self._memory.claim(row.table[num_shared:], step.processed_step_seq, self._name(request.row))
+
+    def _split_table(self, request: AddedRequest) -> tuple[list[int], list[int]]:
+        """The blocks that a new request only reads, and those that it writes."""
+        num_shared = request.num_computed_tokens // self._memory.block_size
+        table = self._rows[request.row].table
+        return table[:num_shared], table[num_shared:]
 
     def _name(self, row: int) -> str:
         return f"row {row} ({self._rows[row].request_id})"
