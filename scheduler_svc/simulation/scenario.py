@@ -35,6 +35,7 @@ from scheduler_svc.core.events import (
     RequestRefused,
     StepAcked,
     TokensProduced,
+    WorkerProtocolError,
 )
 from scheduler_svc.core.inflight import StepRecord
 from scheduler_svc.core.output import SchedulerOutput
@@ -74,14 +75,45 @@ _ONLY_OFF: Json = {
     "max_loras": None,
     "sliding_window": None,
 }
-_ADD_KEYS = frozenset(
-    ["op", "id", "prompt_len", "fill", "prompt", "max_tokens", "min_tokens", "priority", "arrival", "eos", "stop", "cache_salt", "skip_prefix_cache", "grammar"]
-)
+_SCENARIO_KEYS = frozenset({"name", "title", "why", "config", "ops"})
+_ANSWER_KEYS = frozenset({"tokens", "accept"})
+# Keys of each op, beside "op" itself.
+_OP_KEYS: dict[str, frozenset[str]] = {
+    "add": frozenset(
+        {"id", "prompt_len", "fill", "prompt", "max_tokens", "min_tokens", "priority", "arrival", "eos", "stop"}
+        | {"cache_salt", "skip_prefix_cache", "grammar"}
+    ),
+    "schedule": frozenset({"throttle"}),
+    "update": _ANSWER_KEYS,
+    "step": _ANSWER_KEYS | {"throttle"},
+    "run": _ANSWER_KEYS | {"throttle", "max_steps", "depth"},
+    "draft": frozenset({"tokens"}),
+    "abort": frozenset({"ids"}),
+    "finish": frozenset({"ids", "status"}),
+    "grammar_ready": frozenset({"id"}),
+    "pause": frozenset({"state"}),
+    "reset_prefix_cache": frozenset({"running"}),
+    "state": frozenset(),
+}
 _FINISH_NAMES = {"stop": "STOP", "length": "LENGTH", "aborted": "ABORT"}
 
 
 class ScenarioError(Exception):
     """The scenario asks for something that is unknown or not supported."""
+
+
+# What a scenario can cause that is its own fault: other things asked for than exist, values that do not fit, answers
+# no worker could give.
+_CANNOT_BE_RUN = (
+    ScenarioError,
+    WorkerProtocolError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    IndexError,
+)
 
 
 def core_config(settings: Json) -> SchedulerConfig:
@@ -96,6 +128,8 @@ def core_config(settings: Json) -> SchedulerConfig:
     if not s["use_v2_model_runner"]:
         raise ScenarioError("use_v2_model_runner=false is not supported")
     draft_model = s["spec_method"] in ("eagle", "draft_model")
+    if s["spec_method"] == "eagle" and s["num_speculative_tokens"] and s["enable_prefix_caching"]:
+        raise ScenarioError("spec_method 'eagle' beside the prefix cache is not supported")
     return SchedulerConfig.reference(
         block_size=s["block_size"],
         max_num_seqs=s["max_num_seqs"],
@@ -151,6 +185,8 @@ class ScenarioRun:
             kind = op["op"]
             if kind not in self._ops:
                 raise ScenarioError(f"op {kind!r} is unknown or not supported")
+            if unknown := set(op) - _OP_KEYS[kind] - {"op"}:
+                raise ScenarioError(f"{kind}: {sorted(unknown)} unknown or not supported")
             for record in self._ops[kind](op):
                 yield {"op": self._op, "kind": kind, **record, "state": self._state()}
 
@@ -158,8 +194,6 @@ class ScenarioRun:
 
     def _add(self, op: Json) -> Iterable[Json]:
         self._num_adds += 1
-        if unknown := set(op) - _ADD_KEYS:
-            raise ScenarioError(f"add: {sorted(unknown)} unknown or not supported")
         prompt = op.get("prompt")
         if prompt is None:
             prompt = [op.get("fill", self._num_adds)] * op["prompt_len"]
@@ -396,12 +430,13 @@ def run_scenario(scenario: Json, *, check_invariants: bool = False) -> Json:
     """The result of one scenario; one that cannot be run says so in `error`."""
     records: list[Json] = []
     try:
+        if unknown := set(scenario) - _SCENARIO_KEYS:
+            raise ScenarioError(f"unknown scenario key {sorted(unknown)}")
         run = ScenarioRun(scenario.get("config", {}), check_invariants=check_invariants)
         records.extend(run.records(scenario["ops"]))
-    except (ScenarioError, ValueError, KeyError, TypeError, AssertionError, IndexError) as error:
-        return {
-            "name": scenario.get("name"), "ok": False, "error": f"{type(error).__name__}: {error}", "records": records,
-        }  # fmt: skip
+    except _CANNOT_BE_RUN as error:
+        message = f"{type(error).__name__}: {error}"
+        return {"name": scenario.get("name"), "ok": False, "error": message, "records": records}
     return {"name": scenario.get("name"), "ok": True, "error": None, "records": records}
 
 
@@ -416,12 +451,12 @@ def read_scenarios(path: Path) -> list[Json]:
     return scenarios if isinstance(scenarios, list) else [scenarios]
 
 
-def main(paths: list[Path], out: TextIO = sys.stdout) -> int:
+def main(paths: Iterable[str | Path], out: TextIO | None = None) -> int:
     """Print one result a line, each as soon as it is known. Exit status 1 if any could not be run."""
     failed = False
     for path in paths:
-        for scenario in read_scenarios(path):
+        for scenario in read_scenarios(Path(path)):
             result = run_scenario(scenario)
             failed |= not result["ok"]
-            print(json.dumps(result, separators=(",", ":")), file=out, flush=True)
+            print(json.dumps(result, separators=(",", ":")), file=sys.stdout if out is None else out, flush=True)
     return int(failed)
