@@ -8,6 +8,7 @@ awaited. Everything the runner hands out goes back to the event loop by call_soo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -63,6 +64,7 @@ class Executor:
         self._collector: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loaded: Loaded | None = None
+        self._is_stopping = False
 
     async def start(self) -> Loaded:
         """Start the thread and load the model in it. Raises whatever loading raises."""
@@ -86,10 +88,10 @@ class Executor:
 
     def stop(self, timeout_s: float) -> bool:
         """Let the threads end and the runner close; False when the runner was still busy after `timeout_s`."""
-        try:
+        self._is_stopping = True
+        # Wakes the thread when it waits; with a full queue it does not.
+        with contextlib.suppress(queue.Full):
             self._commands.put_nowait(None)
-        except queue.Full:
-            return False
         if self._thread.ident is None:
             return True
         self._thread.join(timeout_s)
@@ -104,7 +106,7 @@ class Executor:
     # --- below: the executor thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (command := self._commands.get()) is not None:
+        while (command := self._commands.get()) is not None and not self._is_stopping:
             command()
         if self._collector is not None:
             self._uncollected.put(None)

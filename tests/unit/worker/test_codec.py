@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
@@ -195,10 +197,8 @@ def test_any_bytes_are_a_step_or_are_refused(data: bytes) -> None:
         message = step_pb2.SchedulerOutput.FromString(data)
     except DecodeError:
         return
-    try:
-        codec.decode_step(message, _VOCAB)
-    except MalformedStep as error:
-        assert error.message
+    with contextlib.suppress(MalformedStep):
+        assert codec.decode_step(message, _VOCAB).step_seq == message.step_seq
 
 
 @settings(max_examples=300, deadline=None)
@@ -216,13 +216,10 @@ def test_any_bytes_are_a_step_or_are_refused(data: bytes) -> None:
     )
 )
 def test_any_open_is_within_the_limits_or_refused(message: worker_service_pb2.Open) -> None:
-    try:
+    with contextlib.suppress(MalformedOpen):
         _, epoch, opened = codec.decode_open(message)
         codec.check_geometry(opened, capabilities())
-    except MalformedOpen as error:
-        assert error.reason
-        return
-    assert epoch >= 1 and opened.max_model_len <= capabilities().max_model_len
+        assert epoch >= 1 and opened.max_model_len <= capabilities().max_model_len
 
 
 def test_every_refusal_travels_as_error_info() -> None:

@@ -205,6 +205,7 @@ async def test_a_stuck_runner_fills_a_bounded_queue() -> None:
         with pytest.raises(NotReady):
             setup.executor.submit(epoch, steps.next())
         assert setup.executor.stop(0) is False
+        setup.runner.gates[1].set()
 
 
 async def test_loading_that_fails_is_told_and_the_thread_still_ends() -> None:
