@@ -84,6 +84,7 @@ def _better_elsewhere(state: CoreState, rank: RankState, request: Request) -> bo
         and not other.is_draining
         and other.reserved_for is None
         and len(other.running) < state.config.max_num_seqs
+        and state.blocks_needed(request) <= other.kv.num_usable
     ]
     if not others:
         return False
