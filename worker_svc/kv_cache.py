@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -31,8 +33,8 @@ class KvCache:
         self.shape = shape
         self.num_blocks = num_blocks
         size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        self.keys = [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
-        self.values = [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
+        self.keys = [_zeros(size, shape.dtype, device) for _ in range(shape.num_layers)]
+        self.values = [_zeros(size, shape.dtype, device) for _ in range(shape.num_layers)]
         rows = (num_blocks * shape.block_size, shape.num_kv_heads * shape.head_dim)
         self._key_rows = [t.view(rows) for t in self.keys]
         self._value_rows = [t.view(rows) for t in self.values]
@@ -42,3 +44,12 @@ class KvCache:
         offset)."""
         self._key_rows[layer].index_copy_(0, slots, k)
         self._value_rows[layer].index_copy_(0, slots, v)
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU from pages the system hands out zeroed when they are first touched, so that an unused pool costs
+    neither time nor memory (torch.zeros writes every byte)."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    num_bytes = math.prod(size) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(size)

@@ -141,8 +141,10 @@ def greedy_entry(model: Any, token_ids: Sequence[int], length: int) -> OracleEnt
     import torch
 
     model.generation_config.eos_token_id = None
+    prompt = torch.tensor([list(token_ids)])
     result = model.generate(
-        torch.tensor([list(token_ids)]),
+        prompt,
+        attention_mask=torch.ones_like(prompt),  # else every pad_token_id in the prompt is taken for padding
         max_new_tokens=length,
         do_sample=False,
         pad_token_id=0,
