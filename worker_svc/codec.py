@@ -94,6 +94,8 @@ def decode_step(message: step_pb2.SchedulerOutput, vocab_size: int) -> Step:
         raise MalformedStep("epoch and step_seq must be at least 1")
     if message.processed_step_seq >= message.step_seq:
         raise MalformedStep(f"processed_step_seq {message.processed_step_seq} not before step_seq {message.step_seq}")
+    if len(message.new_requests) > MAX_NUM_ROWS:
+        raise MalformedStep(f"new_requests: {len(message.new_requests)}, at most {MAX_NUM_ROWS} rows can be had")
     rows = _column(message.rows, "rows")
     num_drafts = _column(message.num_drafts, "num_drafts")
     draft_token_ids = _column(message.draft_token_ids, "draft_token_ids")

@@ -21,8 +21,8 @@ from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN: Final = "stepfence"
 _DETAILS_KEY: Final = "grpc-status-details-bin"
-# A status travels in HTTP/2 headers, which peers limit to a few KiB.
-_MAX_MESSAGE_CHARS: Final = 500
+# A status travels in HTTP/2 headers, once percent-encoded and once in base64; peers refuse more than 8 KiB of them.
+_MAX_MESSAGE_BYTES: Final = 400
 
 
 class ContractError(Exception):
@@ -33,7 +33,7 @@ class ContractError(Exception):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(f"{reason}: {message}")
         self.reason: Final = reason
-        self.message: Final = message[:_MAX_MESSAGE_CHARS]
+        self.message: Final = message.encode()[:_MAX_MESSAGE_BYTES].decode(errors="ignore")
 
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
         """The google.rpc.Status with an ErrorInfo, as gRPC's rich error model carries it."""

@@ -42,6 +42,9 @@ _KNOWN_OPTIONS: Final = frozenset(
         "grpc.max_send_message_length",
         "grpc.http2.min_ping_interval_without_data_ms",
         "grpc.http2.max_ping_strikes",
+        "grpc.keepalive_time_ms",
+        "grpc.keepalive_timeout_ms",
+        "grpc.max_concurrent_streams",
     }
 )
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -55,7 +58,7 @@ class ListenError(Exception):
 
 
 def server_options() -> tuple[tuple[str, int], ...]:
-    """Options of every server here: one process per port, patient with pings, 16 MiB messages. Raises ValueError for an
+    """Options of every server here: one process per port, patient with pings, bounded. Raises ValueError for an
     option that gRPC would silently ignore."""
     return checked_options(
         (
@@ -63,6 +66,11 @@ def server_options() -> tuple[tuple[str, int], ...]:
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.http2.min_ping_interval_without_data_ms", 10),
             ("grpc.http2.max_ping_strikes", 0),
+            # Connections whose other end is gone without a word: without this, a stream that waits to be read from
+            # there would wait for ever.
+            ("grpc.keepalive_time_ms", 20_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.max_concurrent_streams", 256),
         )
     )
 

@@ -225,10 +225,10 @@ def test_any_open_is_within_the_limits_or_refused(message: worker_service_pb2.Op
 def test_every_refusal_travels_as_error_info() -> None:
     from google.rpc import error_details_pb2, status_pb2
 
-    error: ContractError = StepRefused("ROW_TAKEN", "x" * 5000)
+    error: ContractError = StepRefused("ROW_TAKEN", "🙂" * 5000)
     ((key, value),) = error.trailing_metadata()
     status = status_pb2.Status.FromString(value)
     info = error_details_pb2.ErrorInfo()
     assert key == "grpc-status-details-bin" and status.details[0].Unpack(info)
     assert (info.reason, info.domain, status.code) == ("ROW_TAKEN", "stepfence", 9)
-    assert len(value) < 2000
+    assert 390 < len(error.message.encode()) <= 400 and len(value) < 2000
