@@ -25,7 +25,7 @@ def acknowledge(state: CoreState, event: StepAcked) -> None:
     rank.kv.release_due(rank.window.acked_fence)
     rank.reuse_rows(record.released_rows)
     first_effect = len(state.effects)
-    if record.has_drafts or event.counts is not None:
+    if record.has_drafts or event.counts is not None or state.proposer is not None:
         produced = _settle_counted(state, record, event)
     else:
         produced = _settle_plain(state, record, event.sampled)
@@ -121,6 +121,8 @@ def _settle_row(state: CoreState, request: Request, n: int, expected: int, row: 
     request.awaited -= expected
     if expected > 1:
         request.awaited_drafts -= expected - 1
+    if expected and not row:
+        _unpublish_uncomputed(request)
     kept: list[int] = []
     for token in row:
         request.tokens.append(token)
@@ -133,6 +135,14 @@ def _settle_row(state: CoreState, request: Request, n: int, expected: int, row: 
     if kept and state.proposer is not None:
         request.drafts = state.proposer.propose(request.tokens)
     return kept
+
+
+def _unpublish_uncomputed(request: Request) -> None:
+    """Its row yielded nothing: blocks published because the row would fill them are not to be relied upon."""
+    kv = request.rank.kv  # type: ignore[union-attr]
+    full = request.settled // kv.block_size
+    if full < request.num_published:
+        kv.unpublish(request, full)
 
 
 def _append_stale(state: CoreState, request: Request, run: int, row: list[int], expected: int) -> bool:
