@@ -26,10 +26,8 @@ class Limits:
     # Frames waiting to be sent to the scheduler, and the part of it that goes into one frame.
     max_outbox_bytes: int = 64 << 20
     max_frame_bytes: int = 1 << 20
-    # One gRPC message, both ways.
-    max_message_bytes: int = 16 << 20
-    # A request ends so much before its client's deadline (but at most a tenth of the time left). gRPC rounds deadlines up
-    # by as much as one in a hundred on the way.
+    # A request ends so much before its client's deadline (but at most a tenth of the time left). gRPC rounds
+    # deadlines up by as much as one in a hundred on the way.
     deadline_margin_s: float = 0.05
     deadline_margin_part: float = 0.01
     # Texts up to this length are tokenized on the spot, longer ones in a thread.

@@ -26,8 +26,9 @@ from scheduler_svc.frontend.api import GenerationServicer
 from scheduler_svc.frontend.engine import FrontEnd
 from scheduler_svc.frontend.limits import Limits
 from scheduler_svc.frontend.session_client import SessionClient
-from scheduler_svc.frontend.session_transport import GrpcTransport
+from scheduler_svc.frontend.session_transport import CHANNEL_OPTIONS, GrpcTransport
 from scheduler_svc.frontend.text import Tokenizer, load_tokenizer
+from scheduler_svc.grpc_options import SERVER_OPTIONS, refuse_unknown
 from stepfence.v1 import generation_service_pb2, generation_service_pb2_grpc
 
 EXIT_OK: Final = 0
@@ -47,24 +48,13 @@ log = logging.getLogger(__name__)
 def run(settings: FrontendSettings) -> int:
     """Serve until a signal; the exit code. Logs to stderr."""
     logs.configure(settings.log_format)
+    refuse_unknown((*SERVER_OPTIONS, *CHANNEL_OPTIONS))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(FrontEndProcess(settings).serve(signals=True))
 
 
 class CannotListenError(Exception):
     """The address cannot be listened on. The text says what to do."""
-
-
-def server_options(limits: Limits) -> tuple[tuple[str, int], ...]:
-    return (
-        # Another process on the same port is an error, not a way to share it.
-        ("grpc.so_reuseport", 0),
-        # Clients may ping as often as they like: a call that is silent for minutes must not be ended for it.
-        ("grpc.http2.min_ping_interval_without_data_ms", 10),
-        ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.max_receive_message_length", limits.max_message_bytes),
-        ("grpc.max_send_message_length", limits.max_message_bytes),
-    )
 
 
 class FrontEndProcess:
@@ -130,7 +120,7 @@ class FrontEndProcess:
     # --- start ---
 
     def _build_server(self) -> tuple[grpc.aio.Server, Any]:
-        server = grpc.aio.server(options=server_options(self._limits))
+        server = grpc.aio.server(options=SERVER_OPTIONS)
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(self.front_end), server)
         # The asynchronous servicer has no type stubs.
         checks: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]

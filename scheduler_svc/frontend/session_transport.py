@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 
 from scheduler_svc.frontend.errors import SessionLost
+from scheduler_svc.grpc_options import MAX_MESSAGE_BYTES
 from stepfence.v1 import model_pb2, session_service_pb2, session_service_pb2_grpc
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _CALL_TIMEOUT_S: Final = 30.0
 
 CHANNEL_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
-    ("grpc.max_receive_message_length", 16 << 20),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),
     # gRPC's own waiting between attempts must not be longer than ours.
     ("grpc.initial_reconnect_backoff_ms", 100),

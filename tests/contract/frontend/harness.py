@@ -21,6 +21,8 @@ from stepfence.v1 import generation_service_pb2_grpc
 from stepfence.v1.sampling_pb2 import SamplingParams
 from tests.support.session_double import SessionDouble
 
+# The type stubs lack it.
+EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -128,8 +130,8 @@ class Refusal:
 
 
 def read_refusal(error: grpc.aio.AioRpcError) -> Refusal:
-    trailers = {key: value for key, value in error.trailing_metadata() or ()}
-    data = trailers["grpc-status-details-bin"]
+    trailers: Any = error.trailing_metadata()
+    data = dict(trailers)["grpc-status-details-bin"]
     assert isinstance(data, bytes)
     status = status_pb2.Status.FromString(data)
     assert status.code == error.code().value[0]
@@ -160,7 +162,7 @@ async def refusal(call: Any) -> Refusal:
     """How a call fails; it must. Streams are read to their end."""
     try:
         if hasattr(call, "read"):
-            while await call.read() is not grpc.aio.EOF:
+            while await call.read() is not EOF:
                 pass
             await call
         else:

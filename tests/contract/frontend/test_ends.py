@@ -14,6 +14,7 @@ from stepfence.v1 import generation_service_pb2 as pb
 from stepfence.v1 import generation_service_pb2_grpc
 from stepfence.v1 import session_service_pb2 as session_pb
 from tests.contract.frontend.harness import (
+    EOF,
     complete,
     front_end,
     read_refusal,
@@ -251,9 +252,8 @@ async def test_words_about_unknown_handles_are_ignored() -> None:
         double = under_test.double
         double.send_tokens({12345: list(b"x")})
         double.send(session_pb.AttachResponse(accepted=[session_pb.SubmitAccepted(handle=12345)]))
-        double.send(
-            session_pb.AttachResponse(ended=[session_pb.RequestEnded(handle=12345, ok=session_pb.EndedOk(reason=1))])
-        )
+        ok = session_pb.EndedOk(reason=pb.FINISH_REASON_STOP)
+        double.send(session_pb.AttachResponse(ended=[session_pb.RequestEnded(handle=12345, ok=ok)]))
         double.play = lambda submit: [b"ok"]
         assert (await under_test.stub.Complete(complete(text_request()), timeout=30)).text == "ok"
 
@@ -296,7 +296,7 @@ async def test_f19_a_slow_reader_is_bounded_and_blocks_nobody() -> None:
         assert (await under_test.stub.Complete(complete(text_request()), timeout=30)).text == "ok"
         received = ""
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            while (event := await slow.read()) is not grpc.aio.EOF:
+            while (event := await slow.read()) is not EOF:
                 received += event.delta.text
         told = read_refusal(caught.value)
         assert (told.code, told.reason) == ("RESOURCE_EXHAUSTED", "SLOW_READER")
@@ -321,7 +321,7 @@ async def test_a_reader_that_catches_up_gets_everything() -> None:
         request.end_length()
         await until(lambda: under_test.process.front_end.num_live == 0)
         received, num_deltas = "", 0
-        while (event := await call.read()) is not grpc.aio.EOF:
+        while (event := await call.read()) is not EOF:
             received += event.delta.text
             num_deltas += event.HasField("delta")
         assert received == expected
@@ -341,7 +341,7 @@ async def test_64_streams_with_random_cancels_leave_nothing() -> None:
             call = under_test.stub.Generate(text_request(request_id=request_id), timeout=60)
             if request_id in doomed:
                 for _ in range(rng.randint(0, 20)):
-                    if await call.read() is grpc.aio.EOF:
+                    if await call.read() is EOF:
                         break
                 call.cancel()
                 return

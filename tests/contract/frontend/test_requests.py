@@ -76,7 +76,7 @@ async def test_defaults_are_the_models_then_the_documented_ones() -> None:
         )  # fmt: skip
         await under_test.stub.Complete(complete(explicit), timeout=30)
         unset, given = (request.submit.sampling for request in under_test.double.requests)
-        assert (unset.temperature, unset.top_p, unset.top_k, unset.min_p) == (FLOAT32(0.6), 1, 20, 0)
+        assert (unset.temperature, unset.top_p, unset.top_k, unset.min_p) == FLOAT32((0.6, 1, 20, 0))
         assert (unset.max_tokens, unset.min_tokens) == (0, 0)
         assert (list(unset.eos_token_ids), list(unset.stop_token_ids)) == ([257, 258], [])
         assert (given.temperature, given.top_p, given.top_k, given.min_p) == (0, 0.5, 0, 0.25)
