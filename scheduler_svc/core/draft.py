@@ -6,6 +6,8 @@ Nothing a draft holds is visible to the request's counters before `build`; block
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
+from operator import attrgetter
 
 from scheduler_svc.core.inflight import StepRecord
 from scheduler_svc.core.output import DeferredFree, NewRow, SchedulerOutput
@@ -14,6 +16,7 @@ from scheduler_svc.core.request import Request
 from scheduler_svc.core.state import Totals
 
 _NO_COLUMN: array[int] = array("i")
+_admission_number = attrgetter("admission_number")
 
 
 class StepDraft:
@@ -74,7 +77,7 @@ class StepDraft:
     # --- changes --------------------------------------------------------------------------------------------------
 
     def grow(self, request: Request, count: int) -> None:
-        self.grown.setdefault(request, []).extend(self.rank.kv.grow(request, count))
+        self.grown[request] = self.rank.kv.grow(request, count)
 
     def wait_for_fence(self, request: Request, need: int) -> None:
         """`request` gets nothing in this step; keep what it counts on from every request behind it."""
@@ -98,8 +101,9 @@ class StepDraft:
             self.rank.kv.unpublish(victim, self._published_before.pop(victim))
         self.grown.pop(victim, None)
         self.drafts.pop(victim, None)
-        if victim in self.requests:
-            index = self.requests.index(victim)
+        # Rows stand in order of admission.
+        index = bisect_left(self.requests, victim.admission_number, key=_admission_number)
+        if index < len(self.requests) and self.requests[index] is victim:
             self.budget += self.num_tokens[index]
             del self.requests[index], self.num_tokens[index]
 

@@ -32,7 +32,7 @@ def walk(state: CoreState, rank: RankState, draft: StepDraft, *, defer_prefills:
         if (
             end == request.num_tokens + awaited
             and end + lookahead <= request.capacity
-            and end < request.publish_at
+            and (end < request.publish_at or request.num_tokens < request.publish_at)
             and end < request.limit
             and not request.is_prefill_chunk
             and not request.drafts
