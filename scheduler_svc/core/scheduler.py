@@ -81,6 +81,8 @@ class Scheduler:
         Raises WorkerProtocolError, with nothing changed, for a StepAcked that does not fit its step.
         """
         self._handlers[type(event)](event)
+        if self.state.config.prefill_schedule_interval > 1:
+            self._note_idle_moment()
         return self.take_effects()
 
     def take_effects(self) -> list[Effect]:
@@ -266,10 +268,12 @@ class Scheduler:
 
     def _acknowledge(self, event: StepAcked) -> None:
         settlement.acknowledge(self.state, event)
-        if self.state.config.prefill_schedule_interval > 1 and not any(
-            rank.window.newest_fence > rank.window.acked_fence or rank.running for rank in self.state.ranks.values()
-        ):
-            for rank in self.state.ranks.values():
+
+    def _note_idle_moment(self) -> None:
+        """When nothing runs and nothing is in flight on any rank, the throttle counts steps anew (D19)."""
+        ranks = self.state.ranks.values()
+        if not any(rank.running or rank.window.newest_fence > rank.window.acked_fence for rank in ranks):
+            for rank in ranks:
                 rank.num_nonempty_steps = 0
 
     def _propose(self, event: DraftsProposed) -> None:

@@ -93,13 +93,16 @@ def _why_not_admitted(state: CoreState, request: Request) -> tuple[SkipReason, s
         return SkipReason.NO_RANK, SkipReason.NO_RANK.value
     if state.pause is not PauseState.UNPAUSED:
         return SkipReason.PAUSED, SkipReason.PAUSED.value
-    if all(rank.is_draining for rank in state.ranks.values()):
+    admitting = [rank for rank in state.ranks.values() if not rank.is_draining]
+    if not admitting:
         return SkipReason.RANK_DRAINING, SkipReason.RANK_DRAINING.value
     if request.skip_reason is not None:
         return request.skip_reason, request.skip_reason.value
-    if state.admission_stopped is not None:
-        reason, head = state.admission_stopped
+    stopped = state.admission_stopped
+    # Whoever it was that stopped the walk may have ended since.
+    if stopped is not None and state.requests.get(stopped[1].request_id) is stopped[1]:
+        reason, head = stopped
         return SkipReason.BEHIND, f"behind {head.request_id}, which waits: {reason.value}"
-    if all(rank.window.is_full for rank in state.ranks.values()):
+    if all(rank.window.is_full for rank in admitting):
         return SkipReason.WINDOW_FULL, SkipReason.WINDOW_FULL.value
     return SkipReason.NOT_EXAMINED, SkipReason.NOT_EXAMINED.value
