@@ -16,8 +16,8 @@ from stepfence.v1 import generation_service_pb2 as generation_pb2
 from stepfence.v1 import model_pb2, sampling_pb2, session_service_pb2
 
 DOMAIN = "stepfence"
-# Error details travel as HTTP/2 trailers, for which 8 KiB is a common limit.
-_MAX_MESSAGE_CHARS = 600
+# Error details travel as HTTP/2 trailers, for which 8 KiB is a common limit; the message is in there twice.
+_MAX_MESSAGE_BYTES = 800
 _MAX_VIOLATIONS = 8
 _MAX_METADATA = 16
 
@@ -123,15 +123,13 @@ def encode_error(error: RequestError) -> status_pb2.Status:
     """The failure with its details. A code that is no error, or unknown, becomes INTERNAL."""
     failure = error.failure
     known = failure.code != code_pb2.OK and failure.code in code_pb2.Code.values()
-    status = status_pb2.Status(
-        code=failure.code if known else int(Code.INTERNAL), message=failure.message[:_MAX_MESSAGE_CHARS]
-    )
+    status = status_pb2.Status(code=failure.code if known else int(Code.INTERNAL), message=_shortened(failure.message))
     metadata = dict(list(failure.metadata.items())[:_MAX_METADATA])
     _add(status, error_details_pb2.ErrorInfo(reason=failure.reason, domain=DOMAIN, metadata=metadata))
     if failure.violations:
         bad_request = error_details_pb2.BadRequest()
         for violation in failure.violations[:_MAX_VIOLATIONS]:
-            bad_request.field_violations.add(field=violation.field, description=violation.description)
+            bad_request.field_violations.add(field=violation.field, description=_shortened(violation.description))
         _add(status, bad_request)
     if failure.retry_after_s is not None:
         retry_delay = _encode_duration(round(failure.retry_after_s * 1e9))
@@ -139,6 +137,10 @@ def encode_error(error: RequestError) -> status_pb2.Status:
     if error.usage is not None:
         _add(status, encode_usage(error.usage))
     return status
+
+
+def _shortened(text: str) -> str:
+    return text.encode()[:_MAX_MESSAGE_BYTES].decode(errors="ignore")
 
 
 def _add(status: status_pb2.Status, detail: Message) -> None:

@@ -193,6 +193,8 @@ class SessionClient:
         self._model: ServedModel | None = None
         # Survives the loss of the stream: most schedulers come back with the same model.
         self._known: ServedModel | None = None
+        # The last one in the log.
+        self._fetch_failure = ""
         # Told with every frame; kept by whoever counts client streams.
         self.num_live_streams = 0
         # Called after every change of `not_ready_cause`.
@@ -407,8 +409,11 @@ class SessionClient:
                 return False
             served = await self._served(codec.decode_model(info))
         except SessionLost as error:
-            log.info("could not fetch the model", extra={"cause": str(error)})
+            if str(error) != self._fetch_failure:
+                self._fetch_failure = str(error)
+                log.warning("could not fetch the model", extra={"cause": str(error)})
             return False
+        self._fetch_failure = ""
         changed = self._model is None or self._model.description != served.description
         self._known = self._model = served
         if changed:

@@ -1,15 +1,16 @@
 """Finding stop strings in text that arrives piece by piece.
 
-One automaton (Aho-Corasick) for all stop strings of a request: its state is the longest end of the text that is the
-beginning of a stop string, which is exactly what must not be sent yet. Work per character is constant.
+For every stop string it is known how many of its first characters the text so far ends with (Knuth, Morris and Pratt).
+The largest of these numbers is exactly what must not be sent yet. Memory is two bytes a character of the stop strings,
+time constant for each character and stop string.
 
-Which stop string wins does not depend on how the text is cut: the one that is complete first; of several complete
-with the same character, the longest, that is the one that began first.
+Which stop string wins does not depend on how the text is cut: the one that is complete first; of several complete with
+the same character, the longest, that is the one that began first.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,69 +24,56 @@ class StopMatch:
     end: int
 
 
+class _Candidate:
+    """One stop string. num_matched: characters of it that the text ends with; never all of them."""
+
+    __slots__ = ("_shorter", "num_matched", "stop_string")
+
+    def __init__(self, stop_string: str) -> None:
+        self.stop_string = stop_string
+        self.num_matched = 0
+        # Per number of matched characters: the next smaller number that they also end with.
+        self._shorter = array("H", (0, 0))
+        for char in stop_string[1:]:
+            self._shorter.append(self._extended(self._shorter[-1], char))
+
+    def take(self, char: str) -> bool:
+        """Whether the stop string is complete with this character."""
+        num_matched = self._extended(self.num_matched, char)
+        complete = num_matched == len(self.stop_string)
+        self.num_matched = self._shorter[num_matched] if complete else num_matched
+        return complete
+
+    def _extended(self, num_matched: int, char: str) -> int:
+        while self.stop_string[num_matched] != char:
+            if not num_matched:
+                return 0
+            num_matched = self._shorter[num_matched]
+        return num_matched + 1
+
+
 class StopMatcher:
-    """Feed it the text of one output, in order, until it returns a match.
+    """Feed it the text of one output, in order, until it returns a match."""
 
-    num_held: characters at the end of the text so far that may still become a stop string.
-    """
-
-    __slots__ = ("_children", "_fail", "_held", "_longest", "_num_chars", "_state")
+    __slots__ = ("_candidates", "_first_chars", "_num_chars", "num_held")
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
-        """stop_strings: not empty, none of them empty."""
-        # Per state: transitions, the state of its longest proper end, how much of it to hold back, what it completes.
-        self._children: list[dict[str, int]] = [{}]
-        self._longest: list[str | None] = [None]
-        for stop_string in stop_strings:
-            self._add(stop_string)
-        self._fail = [0] * len(self._children)
-        self._held = [0] * len(self._children)
-        self._link()
-        self._state = 0
+        """stop_strings: at least one, each of 1 to 65,535 characters."""
+        self._candidates = [_Candidate(stop_string) for stop_string in stop_strings]
+        self._first_chars = frozenset(stop_string[0] for stop_string in stop_strings)
         self._num_chars = 0
-
-    def _add(self, stop_string: str) -> None:
-        state = 0
-        for char in stop_string:
-            following = self._children[state].get(char)
-            if following is None:
-                following = len(self._children)
-                self._children[state][char] = following
-                self._children.append({})
-                self._longest.append(None)
-            state = following
-        self._longest[state] = stop_string
-
-    def _link(self) -> None:
-        queue = deque((state, 1) for state in self._children[0].values())
-        while queue:
-            state, depth = queue.popleft()
-            fail = self._fail[state]
-            # Only what has a continuation can still become a stop string.
-            self._held[state] = depth if self._children[state] else self._held[fail]
-            if self._longest[state] is None:
-                self._longest[state] = self._longest[fail]
-            for char, child in self._children[state].items():
-                self._fail[child] = self._step(fail, char)
-                queue.append((child, depth + 1))
-
-    def _step(self, state: int, char: str) -> int:
-        while (following := self._children[state].get(char)) is None and state:
-            state = self._fail[state]
-        return following or 0
-
-    @property
-    def num_held(self) -> int:
-        return self._held[self._state]
+        # Characters at the end of the text so far that may still become a stop string.
+        self.num_held = 0
 
     def feed(self, text: str, *, armed: bool = True) -> StopMatch | None:
         """Take the next characters. Not armed: stop strings that become complete within them do not count."""
-        state = self._state
-        for position, char in enumerate(text, self._num_chars + 1):
-            state = self._step(state, char)
-            found = self._longest[state]
-            if found is not None and armed:
-                return StopMatch(found, position - len(found), position)
-        self._state = state
+        for end, char in enumerate(text, self._num_chars + 1):
+            if not self.num_held and char not in self._first_chars:
+                continue
+            complete = [candidate.stop_string for candidate in self._candidates if candidate.take(char)]
+            if complete and armed:
+                longest = max(complete, key=len)
+                return StopMatch(longest, end - len(longest), end)
+            self.num_held = max(candidate.num_matched for candidate in self._candidates)
         self._num_chars += len(text)
         return None

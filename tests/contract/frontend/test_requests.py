@@ -150,6 +150,8 @@ REFUSED: list[tuple[pb.GenerateRequest, tuple[str, str], list[str]]] = [
     (chat(("tool", "x")), (INVALID, "INVALID_CHAT"), ["chat"]),
     (chat(("user", "x"), ("", "y")), (INVALID, "INVALID_CHAT"), ["chat"]),
     (text_request(model="other"), ("NOT_FOUND", "MODEL_NOT_FOUND"), []),
+    (text_request(model="\U0001f642" * 100_000), ("NOT_FOUND", "MODEL_NOT_FOUND"), []),
+    (chat(("\U0001f642" * 100_000, "x")), (INVALID, "INVALID_CHAT"), ["chat"]),
     (text_request(priority=1), (INVALID, "PRIORITY_NOT_SUPPORTED"), ["priority"]),
     (text_request(priority=-1), (INVALID, "PRIORITY_NOT_SUPPORTED"), ["priority"]),
     (text_request(request_id="é" * 129), BAD_PARAMETER, ["request_id"]),
