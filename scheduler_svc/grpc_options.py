@@ -22,6 +22,7 @@ SERVER_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     # Notices clients that are gone without a word.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
 

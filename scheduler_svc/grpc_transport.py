@@ -26,6 +26,8 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 4_000),
+    # Without it a ping that nobody answers counts for a minute, whatever the line above says.
+    ("grpc.http2.ping_timeout_ms", 4_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_retries", 0),
@@ -39,6 +41,10 @@ _EOF: Final = cast(Any, grpc.aio).EOF
 
 # What the transport itself says when it fails. Everything else was said by the worker.
 _TRANSPORT_CODES: Final = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
+
+# ... although it calls some of it INTERNAL: a proxy or the peer's HTTP/2 layer cut the stream; or it was cut in the
+# middle of a write, in which case gRPC forgets why.
+_TRANSPORT_DETAILS: Final = ("RST_STREAM", "Internal error from Core")
 
 
 class GrpcTransport:
@@ -133,7 +139,6 @@ def _judged(error: grpc.aio.AioRpcError) -> LinkLost | LinkRejected:
         if "Connection refused" in details:
             return LinkRefused(details)
         return LinkLost(f"{code.name}: {details}")
-    if code is grpc.StatusCode.INTERNAL and "RST_STREAM" in details:
-        # A proxy or the peer's HTTP/2 layer cut the stream.
+    if code is grpc.StatusCode.INTERNAL and any(text in details for text in _TRANSPORT_DETAILS):
         return LinkLost(f"{code.name}: {details}")
     return LinkRejected(code.name, details)

@@ -115,13 +115,15 @@ class SchedulerService:
 
     async def run(self) -> None:
         """Serve until drained, or cancelled. An exception is a bug in here or in the core."""
-        self.report_readiness()
         work = [
             asyncio.create_task(self.loop.run(), name="loop"),
             asyncio.create_task(self.pool.run(), name="workers"),
         ]
         drain = asyncio.create_task(self._drain_when_asked(), name="drain")
         try:
+            # Once the rank clients exist, so that a cause can name them.
+            await asyncio.sleep(0)
+            self.report_readiness()
             await asyncio.wait([*work, drain], return_when=asyncio.FIRST_COMPLETED)
             for task in work:
                 if task.done():

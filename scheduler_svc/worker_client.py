@@ -574,10 +574,10 @@ class RankClient:
         """The epoch is over: tell the loop, unless it never joined or ended before."""
         if not self._is_joined:
             return
-        self._close_epoch(reason)
+        self._close_epoch(reason, blameless)
         self._inbox.rank_lost(self.rank, self._epoch, reason, blameless)
 
-    def _close_epoch(self, reason: str) -> None:
+    def _close_epoch(self, reason: str, blameless: bool = False) -> None:
         self._is_joined = self._is_connected = self._is_draining = False
         self._register.release(self._incarnation, self.rank)
         num_unacked = len(self._steps)
@@ -586,7 +586,8 @@ class RankClient:
         self._lost_at = None
         self.num_rows_held = 0
         self.cause = reason
-        log.warning(
+        log.log(
+            logging.INFO if blameless else logging.WARNING,
             "rank lost",
             extra={"rank": self.rank, "epoch": self._epoch, "cause": reason, "num_steps_unacknowledged": num_unacked},
         )
