@@ -1,0 +1,582 @@
+"""The scheduler core with simulated workers behind it and an eye on everything it says: the one harness of the random
+simulation, the state machine and the small worlds.
+
+One method an event. Each hands the event to the core, follows the effects (every request answered once, its tokens the
+true ones, its end the right one, its usage what was seen to happen), passes steps to the workers, which check them, and
+at every `stride`-th event looks through the core's state and judges the step just planned. Violations are raised as
+AssertionErrors (InvariantViolation, WorkerViolation, CoreViolation)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from scheduler_svc.core import invariants
+from scheduler_svc.core.config import Fence, SchedulerConfig
+from scheduler_svc.core.events import (
+    AbortCause,
+    DraftsProposed,
+    DrainStarted,
+    Effect,
+    EndReason,
+    Event,
+    GrammarReady,
+    PauseRequested,
+    PauseState,
+    PrefixCacheReset,
+    PrefixCacheResetRequested,
+    RankDraining,
+    RankJoined,
+    RankLost,
+    RequestAborted,
+    RequestAccepted,
+    RequestArrived,
+    RequestEnded,
+    RequestPreempted,
+    RequestRefused,
+    StepAcked,
+    TextEnded,
+    Tick,
+    TokensProduced,
+    WorkerProtocolError,
+)
+from scheduler_svc.core.output import SchedulerOutput
+from scheduler_svc.core.request import BLOCKED, Request, Status
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.stats import Usage
+from scheduler_svc.simulation import step_rules
+from scheduler_svc.simulation.simulated_worker import VOCAB_SIZE, SimulatedWorker, StepResult, TokenSource
+from scheduler_svc.simulation.snapshot import snapshot
+from scheduler_svc.simulation.step_rules import Before, PlannedStep
+
+
+class CoreViolation(AssertionError):
+    """The core said or did something it must not."""
+
+
+@dataclass(slots=True)
+class Client:
+    """What the outside knows of one request that was accepted and has not ended."""
+
+    event: RequestArrived
+    max_tokens: int
+    source: TokenSource
+    arrived_at: float
+    outputs: list[int] = field(default_factory=list)
+    # Its last output token ends it, for this reason.
+    due: EndReason | None = None
+    # The text ended at this many tokens.
+    text_ended_at: int | None = None
+    # Where it was last sent to.
+    link: RankLink | None = None
+    num_preemptions: int = 0
+    num_cached_tokens: int | None = None
+    # Next position to compute, as far as dispatched; the highest one of earlier runs; and up to where computing is
+    # recomputing: known tokens only, since lost decodes are simply decoded again.
+    position: int = 0
+    high_water: int = 0
+    recomputed_below: int = 0
+    num_recomputed_tokens: int = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.event.prompt, *self.outputs]
+
+
+@dataclass(slots=True, eq=False)
+class RankLink:
+    """One epoch of one rank, seen from outside."""
+
+    name: str
+    epoch: int
+    worker: SimulatedWorker
+    # To be told with the next step, in this order.
+    preempted_ids: list[str] = field(default_factory=list)
+    finished_ids: list[str] = field(default_factory=list)
+    rows: dict[int, Client] = field(default_factory=dict)
+    # Ids preempted by a reset since the last step: these may be resumed by the very step that says so.
+    reset_ids: set[str] = field(default_factory=set)
+    last_result: StepResult | None = None
+    acked_step: int = 0
+
+
+class CheckedCore:
+    """See the module. `stride`: 1 checks everything after every event; n at every n-th, the rest always."""
+
+    def __init__(self, config: SchedulerConfig, *, stride: int = 1) -> None:
+        self.config = config
+        self.scheduler = Scheduler(config)
+        self.stride = stride
+        self.now = 0.0
+        self.links: dict[str, RankLink] = {}
+        self.clients: dict[str, Client] = {}
+        # How often what was reached; see core_simulation for those that must be.
+        self.reached: Counter[str] = Counter()
+        self.late_results: list[tuple[str, StepResult]] = []
+        self._by_handle: dict[int, Client] = {}
+        self._num_events = 0
+        self._num_epochs: Counter[str] = Counter()
+        self._awaiting_answer: int | None = None
+        self._half_progress = False
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self._handle(Tick(self.now))
+        overdue = [c for c in self.clients.values() if c.event.deadline is not None and c.event.deadline <= self.now]
+        _demand(not overdue, f"deadlines of {[c.event.request_id for c in overdue]} have passed")
+
+    def arrive(self, event: RequestArrived) -> bool:
+        """Whether it was accepted."""
+        self._awaiting_answer = event.handle
+        was_live = event.request_id in self.clients
+        effects = self._handle(event)
+        _demand(self._awaiting_answer is None, f"{event.request_id} got no answer")
+        if isinstance(effects[-1], RequestRefused):
+            self.reached[f"refused {effects[-1].reason.value}"] += 1
+            is_duplicate = effects[-1].reason.value == "DUPLICATE_REQUEST_ID"
+            _demand(is_duplicate == was_live or self.scheduler.state.is_draining, f"{effects[-1]}, live: {was_live}")
+            return False
+        accepted = effects[-1]
+        assert isinstance(accepted, RequestAccepted)
+        _demand(not was_live, f"{event.request_id} was accepted twice")
+        client = Client(event, accepted.max_tokens, TokenSource(event.sampling, list(event.prompt)), self.now)
+        self._check_limits(client)
+        self.clients[event.request_id] = self._by_handle[event.handle] = client
+        self._look()
+        return True
+
+    def abort(self, request_id: str, cause: AbortCause = AbortCause.ABORTED) -> None:
+        client = self.clients.get(request_id)
+        if client is not None:
+            self._count_place(request_id, "aborted")
+        self._handle(RequestAborted(request_id, cause))
+        _demand(request_id not in self.clients, f"{request_id} survives its abort")
+
+    def end_text(self, request_id: str, num_tokens: int) -> None:
+        """A stop string ended within the first num_tokens outputs."""
+        client = self.clients.get(request_id)
+        if client is not None:
+            client.text_ended_at = num_tokens
+            self._count_place(request_id, "text ended")
+        self._handle(TextEnded(request_id, num_tokens))
+        _demand(request_id not in self.clients, f"{request_id} survives the end of its text")
+
+    def compile_grammar(self, request_id: str) -> None:
+        self._handle(GrammarReady(request_id))
+
+    def propose_drafts(self, name: str, drafts: dict[str, list[int]]) -> None:
+        self._handle(DraftsProposed(name, drafts))
+
+    # --- ranks --------------------------------------------------------------------------------------------------------
+
+    def join(self, name: str, num_blocks: int, max_model_len: int) -> None:
+        """A rank opens its next epoch."""
+        config = self.config
+        self._num_epochs[name] += 1
+        epoch = self._num_epochs[name]
+        worker = SimulatedWorker(
+            num_blocks, config.block_size, config.num_rows, spoil_early=config.fence is Fence.ALWAYS
+        )
+        self.links[name] = RankLink(name, epoch, worker)
+        self.reached["rank joined" if epoch == 1 else "rank joined again"] += 1
+        self._handle(RankJoined(name, epoch, num_blocks, max_model_len, VOCAB_SIZE))
+
+    def lose(self, name: str, *, blameless: bool = False, num_executed: int = 0) -> None:
+        """The rank's epoch ends. `num_executed` of its steps were computed; their results come late, if at all."""
+        link = self.links.pop(name)
+        self.reached["rank lost"] += 1
+        self.reached["rank lost with steps in flight"] += link.worker.num_waiting > 0
+        for _ in range(min(num_executed, link.worker.num_waiting)):
+            self.late_results.append((name, link.worker.execute()))
+        state = self.scheduler.state
+        running = [r.request_id for r in state.ranks[name].running]
+        before = set(self.clients)
+        self._handle(RankLost(name, "simulated", blameless))
+        self.reached["requests orphaned"] += len(running)
+        queued = [r for r in state.queue if r.request_id in running]
+        _demand({r.request_id for r in queued} == set(running) & set(self.clients), f"{running} were not all put back")
+        if self.config.policy.value == "fcfs":
+            head = [r.request_id for r in state.queue.waiting][: len(queued)]
+            _demand(head == [i for i in running if i in self.clients], f"{running} are not at the head: {head}")
+        self.reached["request failed as poison"] += len(before - set(self.clients))
+
+    def drain_rank(self, name: str) -> None:
+        self.reached["rank draining"] += 1
+        self._handle(RankDraining(name))
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def schedule(self, name: str) -> SchedulerOutput | None:
+        """Plan and dispatch one step of a rank."""
+        rank = self.scheduler.state.ranks[name]
+        if rank.window.is_full:
+            _demand(self.scheduler.schedule(name) is None, f"{name} got a step beyond its window")
+            return None
+        deep = self._is_deep()
+        before = Before.of(self.scheduler, rank) if deep else None
+        output = self.scheduler.schedule(name)
+        effects = self.scheduler.take_effects()
+        self._follow(effects)
+        link = self.links[name]
+        if output is not None:
+            self._send(link, output)
+        self._count_step(rank.running, output, effects)
+        if before is not None:
+            problems = step_rules.violations(PlannedStep(self.scheduler, rank, before, output, tuple(effects)))
+            _demand(not problems, "; ".join(problems))
+            invariants.check(self.scheduler.state)
+        return output
+
+    def schedule_all(self) -> int:
+        """Ask every rank for steps until none has any more. Returns the tokens dispatched."""
+        idle = self._nothing_in_flight()
+        could_run = idle and self.work_that_can_run()
+        num_preemptions = self.scheduler.totals.num_preemptions
+        total = 0
+        for name in list(self.links):
+            while (output := self.schedule(name)) is not None:
+                total += output.total_num_tokens
+        if could_run and not total:
+            preempted = self.scheduler.totals.num_preemptions > num_preemptions
+            _demand(preempted and not self._half_progress, f"nothing runs although it could: {self.describe()}")
+            self._half_progress = True
+        elif total:
+            self._half_progress = False
+        if self._is_deep():
+            problems = step_rules.queued_without_reason(self.scheduler)
+            _demand(not problems, "; ".join(problems))
+        return total
+
+    def acknowledge(self, name: str) -> None:
+        """Execute the oldest step of a rank and hand in its result."""
+        link = self.links[name]
+        result = link.worker.execute()
+        self._check_order(link)
+        self._handle(_acked(name, result), keeps_half=True)
+        link.last_result = result
+        link.acked_step = result.step_seq
+
+    def deliver_late(self) -> None:
+        """A result of an epoch that is over: nothing may change."""
+        name, result = self.late_results.pop(0)
+        before = self._frozen()
+        effects = self.scheduler.handle(_acked(name, result))
+        _demand(not effects and self._frozen() == before, "a late result of an ended epoch changed something")
+        self.reached["late result refused"] += 1
+
+    def deliver_wrong(self, name: str, event: StepAcked, kind: str) -> None:
+        """A result that does not fit: WorkerProtocolError, and nothing may change."""
+        before = self._frozen()
+        try:
+            self.scheduler.handle(event)
+        except WorkerProtocolError:
+            _demand(self._frozen() == before, f"a wrong result ({kind}) changed something")
+            self.reached[f"wrong result refused: {kind}"] += 1
+        else:
+            raise CoreViolation(f"a wrong result of {name} ({kind}) was accepted: {event}")
+
+    def wrong_results(self, name: str) -> list[tuple[str, StepAcked]]:
+        """Answers that a faulty worker might give now."""
+        link = self.links[name]
+        rank = self.scheduler.state.ranks[name]
+        wrong: list[tuple[str, StepAcked]] = []
+        if link.last_result is not None:
+            wrong.append(("repeated", _acked(name, link.last_result)))
+        if (record := rank.window.oldest) is not None:
+            sampled = [0] * record.num_sampling
+            wrong.append(("not oldest", StepAcked(name, link.epoch, record.step_seq + 1, sampled)))
+            wrong.append(("one token too many", StepAcked(name, link.epoch, record.step_seq, [*sampled, 0])))
+            if sampled:
+                wrong.append(("row missing", StepAcked(name, link.epoch, record.step_seq, sampled[:-1])))
+                out_of_range = [*sampled[:-1], VOCAB_SIZE]
+                wrong.append(("token out of range", StepAcked(name, link.epoch, record.step_seq, out_of_range)))
+            counts = [most + 1 for most in record.expected]
+            if counts:
+                tokens = [0] * sum(counts)
+                wrong.append(("too many in a row", StepAcked(name, link.epoch, record.step_seq, tokens, counts)))
+        return wrong
+
+    # --- operators ----------------------------------------------------------------------------------------------------
+
+    def pause(self, state: PauseState) -> None:
+        self.reached[f"pause {state.value}"] += 1
+        self._handle(PauseRequested(state))
+
+    def reset_prefix_cache(self, *, preempt_running: bool) -> None:
+        for link in self.links.values():
+            if preempt_running:
+                link.reset_ids |= {r.request_id for r in self.scheduler.state.ranks[link.name].running}
+        effects = self._handle(PrefixCacheResetRequested(preempt_running))
+        answers = [e for e in effects if isinstance(e, PrefixCacheReset)]
+        _demand(len(answers) == 1, f"a reset got {len(answers)} answers")
+        ranks = self.scheduler.state.ranks.values()
+        all_free = all(r.kv.pool.num_free == r.kv.num_usable for r in ranks)
+        _demand(answers[0].success == all_free, f"reset says {answers[0].success}, all blocks free: {all_free}")
+        left = sum(len(r.kv.pool.index) for r in ranks)
+        _demand(not (answers[0].success and left), f"{left} digests survive a reset")
+        self.reached[f"reset {'done' if answers[0].success else 'refused'}"] += 1
+
+    def drain(self) -> None:
+        self.reached["drain"] += 1
+        self._handle(DrainStarted())
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    def work_that_can_run(self) -> bool:
+        """Whether some request has no excuse for not running when nothing is in flight."""
+        state = self.scheduler.state
+        if state.pause is PauseState.PAUSED_ALL:
+            return False
+        if any(rank.running for rank in state.ranks.values()):
+            return True
+        if state.pause is not PauseState.UNPAUSED:
+            return False
+        return any(self._has_a_rank(r) for r in state.queue if r.status not in BLOCKED or r.grammar_ready)
+
+    def _has_a_rank(self, request: Request) -> bool:
+        state = self.scheduler.state
+        return any(not k.is_draining and state.blocks_needed(request) <= k.kv.num_usable for k in state.ranks.values())
+
+    def check_idle(self) -> None:
+        """With no live request and all steps acknowledged: nothing is left of anybody (I10)."""
+        state = self.scheduler.state
+        _demand(not self.clients and not state.requests and not len(state.queue), "requests are left")
+        _demand(not state.unholdable_since and not state.deadlines, "times of ended requests are left")
+        _demand(state.queue.num_prompt_tokens == 0, "the queue counts tokens of nobody")
+        for name, rank in state.ranks.items():
+            _demand(len(rank.window) == 0 and not rank.running, f"{name} still runs")
+            _demand(rank.kv.pool.num_free == rank.kv.num_usable and not rank.kv.parked, f"{name} lost blocks")
+            _demand(len(rank.free_rows) == self.config.num_rows and not rank.released_rows, f"{name} lost rows")
+            _demand(not rank.has_news and rank.reserved_for is None and rank.num_decodes == 0, f"{name} is not idle")
+            held = self.links[name].worker.held_ids
+            _demand(not held, f"the worker of {name} holds {held}")
+        totals = state.totals
+        ended = totals.num_finished + totals.num_failed + totals.num_aborted
+        _demand(ended == totals.num_accepted, f"{totals.num_accepted} accepted, {ended} ended")
+        invariants.check(state)
+        self.reached["idle, nothing left"] += 1
+
+    def describe(self) -> str:
+        """The state in one line a rank and one for the queue."""
+        state = self.scheduler.state
+        lines = [f"queue {list(state.queue)}, pause {state.pause.value}"]
+        for rank in state.ranks.values():
+            lines.append(
+                f"{rank.name}: running {rank.running}, {rank.kv.pool.num_free} free + {rank.kv.pool.num_parked} "
+                f"parked of {rank.kv.num_usable}, {len(rank.window)} in flight, draining {rank.is_draining}, "
+                f"reserved for {rank.reserved_for}"
+            )
+        return "; ".join(lines)
+
+    # --- following the core -------------------------------------------------------------------------------------------
+
+    def _handle(self, event: Event, *, keeps_half: bool = False) -> list[Effect]:
+        if not keeps_half:
+            self._half_progress = False
+        effects = self.scheduler.handle(event)
+        self._follow(effects)
+        if not isinstance(event, RequestArrived):
+            self._look()
+        return effects
+
+    def _is_deep(self) -> bool:
+        self._num_events += 1
+        return self._num_events % self.stride == 0
+
+    def _look(self) -> None:
+        live = self.scheduler.state.requests
+        _demand(live.keys() == self.clients.keys(), f"live are {list(live)}, known outside {list(self.clients)}")
+        if self._is_deep():
+            invariants.check(self.scheduler.state)
+
+    def _frozen(self) -> object:
+        return snapshot(self.scheduler.state), repr(self.scheduler.totals)
+
+    def _nothing_in_flight(self) -> bool:
+        return all(len(rank.window) == 0 for rank in self.scheduler.state.ranks.values())
+
+    def _follow(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, TokensProduced):
+                self._produced(effect)
+            elif isinstance(effect, RequestEnded):
+                self._ended(effect)
+            elif isinstance(effect, RequestPreempted):
+                self._preempted(effect)
+            elif isinstance(effect, RequestAccepted | RequestRefused):
+                _demand(effect.handle == self._awaiting_answer, f"nobody asked for {effect}")
+                self._awaiting_answer = None
+        overdue = [c.event.request_id for c in self.clients.values() if c.due] if self.stride == 1 else ()
+        _demand(not overdue, f"{overdue} did not end at their last token")
+
+    def _check_limits(self, client: Client) -> None:
+        """Accepted max_tokens are what was asked for, or what fits (D11)."""
+        event, longest = client.event, self.scheduler.state.max_model_len
+        if not self.config.refuse_infeasible:
+            return
+        room = min(longest, self.scheduler.state.largest_pool * self.config.block_size + 1) - len(event.prompt)
+        expected = min(event.max_tokens or room, longest - len(event.prompt))
+        _demand(1 <= client.max_tokens == expected <= room, f"max_tokens {client.max_tokens}, expected {expected}")
+
+    def _produced(self, effect: TokensProduced) -> None:
+        counts = [1] * len(effect.handles) if effect.counts is None else effect.counts
+        _demand(sum(counts) == len(effect.tokens) and min(counts, default=1) > 0, f"columns of {effect} differ")
+        at = 0
+        for handle, count in zip(effect.handles, counts, strict=True):
+            client = self._by_handle.get(handle)
+            if client is None:
+                raise CoreViolation(f"tokens for {handle}, which is not live")
+            for token in effect.tokens[at : at + count]:
+                self._append(client, token)
+            at += count
+
+    def _append(self, client: Client, token: int) -> None:
+        event = client.event
+        expected = client.source.sample()
+        _demand(token == expected, f"{event.request_id} got {token} as output {len(client.outputs)}, not {expected}")
+        _demand(client.due is None, f"{event.request_id} goes on behind its end")
+        client.outputs.append(token)
+        num_outputs = len(client.outputs)
+        if num_outputs < min(event.min_tokens, client.max_tokens):
+            return
+        if token in event.eos_token_ids or token in event.stop_token_ids:
+            client.due = EndReason.STOP
+        elif num_outputs >= client.max_tokens or len(event.prompt) + num_outputs >= self.scheduler.state.max_model_len:
+            client.due = EndReason.LENGTH
+        live = self.scheduler.state.requests.get(event.request_id)
+        if live is not None and live.handle == event.handle and live.status is not Status.RUNNING:
+            self.reached["token of an earlier run kept"] += 1
+
+    def _preempted(self, effect: RequestPreempted) -> None:
+        client = self.clients[effect.victim]
+        _demand(effect.num_preemptions_before == client.num_preemptions, f"{effect} after {client.num_preemptions}")
+        client.num_preemptions += 1
+        client.high_water = max(client.high_water, client.position)
+        client.position = 0
+        self.reached[f"preempted: {effect.cause}"] += 1
+        self.reached["preempted itself"] += effect.beneficiary == effect.victim
+        if effect.cause != "rank_lost":
+            self.links[effect.rank].preempted_ids.append(effect.victim)
+
+    def _ended(self, effect: RequestEnded) -> None:
+        client = self._by_handle.get(effect.handle)
+        if client is None or client.event.request_id != effect.request_id:
+            raise CoreViolation(f"{effect} is about nobody")
+        _check_end(client, effect)
+        self._check_usage(client, effect.usage)
+        del self.clients[effect.request_id], self._by_handle[effect.handle]
+        cause = "" if effect.cause is None else f" {effect.cause.value}"
+        self.reached[f"ended: {effect.reason.value}{cause}"] += 1
+        link = client.link
+        if link is not None and self.links.get(link.name) is link:
+            link.finished_ids.append(effect.request_id)
+        elif self.config.announce_unsent and self.links:
+            next(iter(self.links.values())).finished_ids.append(effect.request_id)
+
+    def _check_usage(self, client: Client, usage: Usage) -> None:
+        num_outputs = len(client.outputs) if client.text_ended_at is None else client.text_ended_at
+        expected = (len(client.event.prompt), num_outputs, client.num_cached_tokens or 0, client.num_preemptions)
+        told = (
+            usage.num_prompt_tokens,
+            usage.num_completion_tokens,
+            usage.num_cached_tokens,
+            usage.num_preemptions,
+        )
+        _demand(told == expected, f"usage of {client.event.request_id} is {told}, not {expected}")
+        if not self.config.num_speculative_tokens and self.config.resume_settled:
+            again = usage.num_recomputed_tokens
+            seen = client.num_recomputed_tokens
+            _demand(again == seen, f"{client.event.request_id} recomputed {seen}, usage says {again}")
+        total = self.now - client.arrived_at + 1e-6
+        times_fit = min(usage.queued_s, usage.preempted_s) >= 0 and usage.queued_s + usage.preempted_s <= total
+        _demand(times_fit, f"{usage} within {total} s")
+
+    # --- following a step ---------------------------------------------------------------------------------------------
+
+    def _send(self, link: RankLink, output: SchedulerOutput) -> None:
+        told = (list(output.preempted_request_ids), list(output.finished_request_ids))
+        expected = (link.preempted_ids, link.finished_ids)
+        _demand(told == expected, f"step {output.step_seq} of {link.name} tells {told}, not {expected}")
+        _demand(output.epoch == link.epoch and output.processed_step_seq == link.acked_step, f"numbers of {output}")
+        gone = set(link.preempted_ids) | set(link.finished_ids)
+        link.preempted_ids, link.finished_ids = [], []
+        for number in [n for n, c in link.rows.items() if c.event.request_id in gone]:
+            del link.rows[number]
+        for new in output.new_requests:
+            client = self.clients[new.request_id]
+            _demand(new.token_ids.tolist() == client.tokens, f"{new.request_id} is sent with wrong tokens")
+            _demand(new.num_prompt_tokens == len(client.event.prompt), f"{new.request_id} is sent with another prompt")
+            _demand(
+                new.request_id not in gone or new.request_id in link.reset_ids or client.num_preemptions == 0,
+                f"{new.request_id} is preempted and resumed in one step",
+            )
+            client.link = link
+            client.position = new.num_computed_tokens
+            client.recomputed_below = min(client.high_water, len(new.token_ids))
+            if client.num_cached_tokens is None:
+                client.num_cached_tokens = new.num_computed_tokens
+            link.rows[new.row] = client
+        link.reset_ids.clear()
+        for row, n in zip(output.rows, output.num_tokens, strict=True):
+            client = link.rows[row]
+            again = min(client.position + n, client.recomputed_below) - client.position
+            client.num_recomputed_tokens += max(again, 0)
+            client.position += n
+        link.worker.dispatch(output)
+
+    def _check_order(self, link: RankLink) -> None:
+        rank = self.scheduler.state.ranks[link.name]
+        _demand(len(rank.window) == link.worker.num_waiting + 1, f"window of {link.name} and worker differ")
+
+    def _count_step(self, running: list[Request], output: SchedulerOutput | None, effects: Sequence[Effect]) -> None:
+        reached = self.reached
+        if output is None:
+            return
+        reached["steps"] += 1
+        reached["steps without tokens"] += output.total_num_tokens == 0
+        reached["rows"] += len(output.rows)
+        reached["requests resumed"] += sum(self.clients[n.request_id].num_preemptions > 0 for n in output.new_requests)
+        reached["prefix hits"] += sum(n.num_computed_tokens > 0 for n in output.new_requests)
+        reached["frees deferred"] += len(output.deferred_frees)
+        reached["rows with drafts"] += 0 if output.num_drafts is None else sum(k > 0 for k in output.num_drafts)
+        for request in running:
+            if request.skip_reason is not None:
+                reached[f"skipped: {request.skip_reason.name}"] += 1
+        victims = [e for e in effects if isinstance(e, RequestPreempted)]
+        reached["victim ahead of the beneficiary"] += sum(self._was_ahead(e) for e in victims)
+
+    def _was_ahead(self, effect: RequestPreempted) -> bool:
+        victim = self.scheduler.state.requests.get(effect.victim)
+        needy = self.scheduler.state.requests.get(effect.beneficiary)
+        return victim is not None and needy is not None and victim.admission_number < needy.admission_number
+
+    def _count_place(self, request_id: str, what: str) -> None:
+        request = self.scheduler.state.requests[request_id]
+        place = request.status.name.lower()
+        if request.has_rows_in_flight:
+            place += ", rows in flight"
+        self.reached[f"{what} while {place}"] += 1
+
+
+def _acked(name: str, result: StepResult) -> StepAcked:
+    return StepAcked(name, result.epoch, result.step_seq, list(result.sampled), result.counts)
+
+
+def _check_end(client: Client, effect: RequestEnded) -> None:
+    request_id = client.event.request_id
+    if effect.reason in (EndReason.STOP, EndReason.LENGTH) and client.text_ended_at is None and effect.cause is None:
+        _demand(effect.reason is client.due, f"{request_id} ends with {effect.reason}, due: {client.due}")
+        stop = client.outputs[-1] if effect.reason is EndReason.STOP else None
+        _demand(effect.stop_token_id == stop, f"{request_id} stopped at {effect.stop_token_id}, not {stop}")
+    elif effect.reason is EndReason.STOP:
+        _demand(client.text_ended_at is not None or effect.cause is AbortCause.STOPPED, f"{request_id} just stops")
+    elif effect.reason is EndReason.ABORTED:
+        _demand(effect.cause is not None, f"{request_id} is aborted without a cause")
+
+
+def _demand(holds: bool, message: str) -> None:
+    if not holds:
+        raise CoreViolation(message)
