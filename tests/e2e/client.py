@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -78,11 +79,15 @@ async def connect(address: str) -> AsyncIterator[pb_grpc.GenerationServiceAsyncS
         yield pb_grpc.GenerationServiceStub(channel)
 
 
-async def generate(stub: Any, request: pb.GenerateRequest) -> Stream:
-    """Run one stream to its end; asserts that it succeeded and kept the order."""
+async def generate(
+    stub: Any, request: pb.GenerateRequest, accepted: asyncio.Event | None = None, deadline_s: float = DEADLINE_S
+) -> Stream:
+    """Run one stream to its end; asserts that it succeeded and kept the order. `accepted` is set when it is queued."""
     stream = Stream()
-    async for response in stub.Generate(request, timeout=DEADLINE_S):
+    async for response in stub.Generate(request, timeout=deadline_s):
         stream.take(response)
+        if accepted is not None:
+            accepted.set()
     assert stream.finished is not None
     return stream
 
