@@ -188,10 +188,10 @@ class Ledger:
         self._refuse_any(base < 1, step, "MALFORMED_DRAFTS", "drafts only, no token of its own")
         self._refuse_any(base > unseen, step, "BEYOND_KNOWN", "more tokens than are known and not yet computed")
         self._refuse_any((num_drafts > 0) & (base < unseen), step, "DRAFTS_IN_PREFILL", "drafts before the end")
+        drafted = self._check_drafts(step, num_drafts) if len(step.draft_token_ids) else None
         after = computed + num_tokens
         self._refuse_any(after > self._capacity[rows], step, "TABLE_TOO_SMALL", "its block table has no slots for them")
         self._refuse_any(after > self._geometry.max_model_len, step, "TOO_LONG", "beyond max_model_len")
-        drafted = self._check_drafts(step, num_drafts) if len(step.draft_token_ids) else None
         self._computed[rows] = after
         self._known[rows] = np.where(base == unseen, after + 1, known)
         return drafted

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, Final, NoReturn
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from stepfence.v1 import worker_service_pb2, worker_service_pb2_grpc
 from worker_svc import codec
@@ -180,9 +181,14 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
             stream.end(error)
         except TimeoutError:
             stream.end(MalformedOpen("OPEN_EXPECTED", f"no open within {self._open_timeout_s} s"))
-        except Exception:
+        except DecodeError:
+            refusal = MalformedStep("a frame is no RunStepsRequest")
+            if stream.epoch is not None and not stream.is_ending:
+                stream.epoch.end(refusal.message)
+            stream.end(refusal)
+        except Exception as error:
             # The transport's own errors: the stream is lost, what is held stays for the next one.
-            log.warning("a stream broke", exc_info=True)
+            log.warning("a stream broke", extra={"cause": f"{type(error).__name__}: {error}"})
             stream.end(None)
 
     async def _open(self, stream: StepStream, request: worker_service_pb2.RunStepsRequest) -> None:

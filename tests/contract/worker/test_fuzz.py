@@ -12,6 +12,7 @@ from tests.support.scheduler_double import Book, SchedulerDouble, column, new_re
 from tests.support.worker_fixtures import NUM_ROWS, Target, generate
 
 _NUM_STREAMS = 60
+_METHOD = "/stepfence.v1.WorkerService/RunSteps"
 _KNOWN_ENDS = {
     grpc.StatusCode.OK,
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -69,15 +70,25 @@ async def test_mutated_steps_never_stop_the_worker(worker: Target, scheduler: Sc
     assert (await scheduler.capabilities()).worker_incarnation == worker.capabilities.worker_incarnation
 
 
+async def test_rule_3_a_frame_that_is_no_message_ends_the_epoch(worker: Target, scheduler: SchedulerDouble) -> None:
+    opening = worker_service_pb2.RunStepsRequest(open=worker.open_message(scheduler)).SerializeToString()
+    call = scheduler.channel.stream_stream(_METHOD, _as_it_is, _as_it_is)(iter([opening, b"\xff"]))
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        async for _ in call:
+            pass
+    assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    refused = await (await scheduler.try_open(worker.open_message(scheduler))).ended()
+    assert (refused.code, refused.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "EPOCH_OVER")
+
+
 async def test_bytes_that_are_no_message_never_stop_the_worker(worker: Target, scheduler: SchedulerDouble) -> None:
     draw = random.Random(4711)
-    method = "/stepfence.v1.WorkerService/RunSteps"
     message = worker.open_message(scheduler, 1)
     good = worker_service_pb2.RunStepsRequest(open=message).SerializeToString()
     for number in range(_NUM_STREAMS):
         frames = [draw.randbytes(draw.randrange(40)), good[: draw.randrange(len(good))], good]
         sent = draw.sample(frames, draw.randrange(1, 4))
-        call = scheduler.channel.stream_stream(method, _as_it_is, _as_it_is)(iter(sent))
+        call = scheduler.channel.stream_stream(_METHOD, _as_it_is, _as_it_is)(iter(sent))
         with contextlib.suppress(grpc.aio.AioRpcError):
             async for _ in call:
                 pass
