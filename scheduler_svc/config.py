@@ -253,7 +253,7 @@ class UpSettings(_Scheduling):
     )
     workers: int = Field(1, ge=0, le=64, description="Worker processes to start.")
     # Short by default, so that all parts have ended within 5 s of a Ctrl-C at a terminal.
-    drain_deadline_s: float = Field(3.0, ge=0, description="Seconds running requests may still take after Ctrl-C.")
+    drain_deadline_s: float = Field(2.5, ge=0, description="Seconds running requests may still take after Ctrl-C.")
     max_prompt_bytes: int = Field(1_048_576, ge=1, description="Longest prompt text in bytes of UTF-8.")
     model: str = Field("smollm2", description="Path of a model, or a known name; fetched when not there.")
     runner: Literal["model", "scripted"] = Field("model", description="model, or scripted (no torch, made-up text).")
