@@ -81,6 +81,8 @@ class Patience:
     # Before a worker that another scheduler took over is opened again.
     taken_over_retry_s: float = 5.0
     capabilities_timeout_s: float = 5.0
+    # The same while an epoch waits for its stream: a dial that hangs must not outlast the outage.
+    redial_timeout_s: float = 2.0
     # An epoch whose worker's address refuses connections for so long is over.
     refused_grace_s: float = 1.0
     # A stream lost for less than this does not make the rank "lost".
@@ -299,7 +301,8 @@ class RankClient:
             await link.close()
 
     async def _serve_on(self, link: WorkerLink) -> None:
-        async with asyncio.timeout(self._patience.capabilities_timeout_s):
+        patience = self._patience
+        async with asyncio.timeout(patience.redial_timeout_s if self._is_joined else patience.capabilities_timeout_s):
             capabilities = codec.decode_capabilities(await link.get_capabilities())
         self._judge(capabilities)
         stream = link.run_steps()
