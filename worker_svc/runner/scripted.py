@@ -326,12 +326,15 @@ class ScriptedRunner:
             row.fingerprint = int(self._fingerprints.extend(0, row.token_ids[:start])[-1])
         tokens = row.token_ids[start : end - len(drafts)] + drafts
         if count == 1:
-            prefixes = np.array([self._fingerprints.append(row.fingerprint, tokens[0])], np.uint64)
+            # Decode, most of the time: without arrays.
+            block, offset = divmod(start, self._memory.block_size)
+            slots = [row.table[block] * self._memory.block_size + offset]
+            chain = [self._fingerprints.append(row.fingerprint, tokens[0])]
         else:
-            prefixes = self._fingerprints.extend(row.fingerprint, tokens)
-        batch.add(self._memory.slots(row.table, start, end), prefixes, tokens, start)
+            slots = self._memory.slots(row.table, start, end).tolist()
+            chain = self._fingerprints.extend(row.fingerprint, tokens).tolist()
+        batch.add(slots, chain, tokens, start)
         row.last_step_seq = step_seq
-        chain: list[int] = prefixes.tolist()
         return chain
 
     def _distrust(self, changed_blocks: list[int]) -> None:

@@ -7,7 +7,7 @@ prefix.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -148,14 +148,15 @@ class WriteBatch:
     """The writes of one step, gathered row by row and stored at once (contract rule 11)."""
 
     def __init__(self) -> None:
-        self._slots: list[_Indices] = []
-        self._prefixes: list[_Words] = []
-        self._tokens: list[int] = []
-        self._positions: list[int] = []
+        self._slots: Final[list[int]] = []
+        self._prefixes: Final[list[int]] = []
+        self._tokens: Final[list[int]] = []
+        self._positions: Final[list[int]] = []
 
-    def add(self, slots: _Indices, prefixes: _Words, tokens: Iterable[int], start: int) -> None:
-        self._slots.append(slots)
-        self._prefixes.append(prefixes)
+    def add(self, slots: list[int], prefixes: list[int], tokens: list[int], start: int) -> None:
+        """Tokens at positions from `start` on, and the fingerprints that end in them."""
+        self._slots.extend(slots)
+        self._prefixes.extend(prefixes)
         self._tokens.extend(tokens)
         self._positions.extend(range(start, start + len(slots)))
 
@@ -163,6 +164,5 @@ class WriteBatch:
         """As SlotMemory.write."""
         if not self._slots:
             return []
-        return memory.write(
-            np.concatenate(self._slots), np.concatenate(self._prefixes), self._tokens, self._positions, step_seq
-        )
+        slots, prefixes = np.array(self._slots, np.int64), np.array(self._prefixes, np.uint64)
+        return memory.write(slots, prefixes, self._tokens, self._positions, step_seq)
