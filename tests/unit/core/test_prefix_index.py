@@ -1,0 +1,169 @@
+"""Digests of full blocks, and the index from digest to blocks."""
+
+from __future__ import annotations
+
+from array import array
+from hashlib import sha256
+
+import pytest
+
+from scheduler_svc.core.kv.manager import KvManager, PrefixStats
+from scheduler_svc.core.kv.prefix_index import HashChain, PrefixIndex, root_digest
+from tests.support.core_harness import World
+
+
+def digests(tokens: list[int], size: int = 4, salt: str = "") -> list[bytes]:
+    chain = HashChain(size, salt, enabled=True)
+    return [chain.digest(i, array("i", tokens)) for i in range(len(tokens) // size)]
+
+
+def test_a_digest_is_of_the_block_and_all_before_it() -> None:
+    base = digests(list(range(12)))
+    for changed in range(12):
+        tokens = list(range(12))
+        tokens[changed] = 99
+        other = digests(tokens)
+        assert [a == b for a, b in zip(base, other, strict=True)] == [i < changed // 4 for i in range(3)]
+    assert digests([*range(4), *range(4)])[0] != digests([*range(4), *range(4)])[1], "place matters"
+
+
+def test_a_digest_depends_on_salt_and_block_size() -> None:
+    assert digests([1, 2, 3, 4], salt="a") != digests([1, 2, 3, 4], salt="b") != digests([1, 2, 3, 4])
+    assert root_digest(4, "") != root_digest(2, "")
+
+
+def test_fields_of_the_root_cannot_spell_each_other() -> None:
+    salts = ["", "a", "aa", "1:a", "4:salt", "salt4", "10:block_size1:4", "\x00", "4:salt0:"]
+    roots = {root_digest(size, salt) for size in (1, 4, 14, 41) for salt in salts}
+    assert len(roots) == 4 * len(salts)
+
+
+def test_the_form_of_a_digest_is_fixed() -> None:
+    """Other processes and later versions must agree on it."""
+    root = sha256(b"stepfence.kv.1" + b"10:block_size1:4" + b"4:salt1:x").digest()
+    block = b"".join(token.to_bytes(4, "little") for token in (1, 2, 3, 70_000))
+    assert digests([1, 2, 3, 70_000], salt="x") == [sha256(root + block).digest()]
+
+
+def test_digests_are_made_when_asked_for_and_kept() -> None:
+    chain = HashChain(4, "", enabled=True)
+    tokens = array("i", range(10))
+    chain.digest(0, tokens)
+    assert len(chain.digests) == 1
+    second = chain.digest(1, tokens)
+    tokens.extend([10, 11])
+    assert chain.digest(1, tokens) is second and len(chain.digests) == 2
+    assert HashChain(4, "", enabled=False).first_publish_at > 1 << 40
+
+
+def test_of_several_blocks_with_one_digest_the_first_published_is_used() -> None:
+    index = PrefixIndex(1000)
+    for block in (700, 3, 900):
+        index.add(block, b"d")
+    assert index.find(b"d") == 700 and len(index) == 1
+    index.remove(700)
+    assert index.find(b"d") == 3
+    index.remove(900)
+    assert index.find(b"d") == 3
+    index.remove(3)
+    assert index.find(b"d") is None and len(index) == 0 and index.entries() == []
+
+
+def test_publishing_twice_enters_a_block_once() -> None:
+    index = PrefixIndex(1000)
+    block = int("500")
+    index.add(block, b"d")
+    index.add(int("500"), b"d")
+    assert index.entries() == [(b"d", [500])]
+
+
+def test_removing_what_holds_no_digest_is_nothing() -> None:
+    index = PrefixIndex(10)
+    index.add(1, b"d")
+    index.remove(2)
+    index.remove(1)
+    index.remove(1)
+    assert len(index) == 0
+    index.add(1, b"e")
+    index.clear()
+    assert index.find(b"e") is None and index.digest_of(1) is None
+
+
+# --- the manager --------------------------------------------------------------------------------------------------
+
+
+def test_look_ups_are_counted_with_every_attempt_and_preempted_ones_apart() -> None:
+    stats = PrefixStats()
+    stats.count(10, 8, preempted=False)
+    stats.count(10, 0, preempted=False)
+    stats.count(12, 4, preempted=True)
+    assert (stats.num_requests, stats.num_queries, stats.num_hits) == (2, 20, 8)
+    assert (stats.num_preempted_requests, stats.num_preempted_queries, stats.num_preempted_hits) == (1, 12, 4)
+
+
+def test_a_refused_admission_looks_up_again_each_time() -> None:
+    world = World(num_blocks=4)
+    world.submit("x", 8, 4)
+    world.step()
+    world.submit("waits", 8, 4)
+    before = world.rank().kv.stats.num_requests
+    world.schedule()
+    world.schedule()
+    assert world.rank().kv.stats.num_requests == before + 2
+    world.run()
+    world.check_texts()
+
+
+@pytest.mark.parametrize("length, blocks", [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2)])
+def test_hits_leave_at_least_one_token(length: int, blocks: int) -> None:
+    world = World()
+    tokens = list(range(12))
+    world.submit("warm", tokens, 1)
+    world.run()
+    world.submit("a", tokens[:length], 2)
+    assert len(world.rank().kv.find_hits(world.request("a"))) == blocks
+    world.run()
+
+
+def test_who_does_not_read_the_cache_still_fills_it() -> None:
+    world = World()
+    prompt = list(range(9))
+    for name, skip, cached in (("a", True, 0), ("b", True, 0), ("c", False, 8)):
+        client = world.submit(name, prompt, 1, skip_prefix_cache=skip)
+        world.run()
+        assert client.ended is not None and client.ended.usage.num_cached_tokens == cached
+    stats = world.rank().kv.stats
+    assert (stats.num_requests, stats.num_hits) == (1, 8)
+
+
+def test_outputs_are_published_too() -> None:
+    world = World()
+    prompt = list(range(6))
+    first = world.submit("a", prompt, 8)
+    world.run()
+    second = world.submit("b", [*prompt, *first.tokens], 3)
+    world.run()
+    assert second.ended is not None and second.ended.usage.num_cached_tokens == 12
+    world.check_texts()
+
+
+def test_the_gates_count_free_hits_and_the_watermark() -> None:
+    kv = KvManager(11, 4, caching=True, deferring=False, watermark=0.2)
+    taken = kv.pool.take(4)
+    for block in taken[:2]:
+        kv.pool.index.add(block, b"%d" % block)
+    kv.pool.release(taken)
+    held = kv.pool.take(3)
+    assert kv.pool.num_free == 7 and kv.watermark_blocks == 2
+
+    def fits(slots: int, whole: int | None = None, *, hits: list[int] | None = None, others: bool = False) -> bool:
+        return kv.fits_admission(hits or [], whole=whole, num_slots=slots, others_run=others)
+
+    assert fits(28) and not fits(29)
+    assert fits(20, others=True) and not fits(21, others=True)
+    assert fits(28, hits=[1, 2]) and not fits(29, hits=[1, 2]), "a free hit saves a new block and uses a free one"
+    assert fits(4, whole=28) and not fits(4, whole=29)
+    assert fits(4, whole=20, others=True) and not fits(4, whole=21, others=True)
+    kv.pool.touch([1])
+    assert fits(28, hits=[1, 2]) and not fits(29, hits=[1, 2])
+    assert held
