@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from scheduler_svc import logs
+from scheduler_svc import journal, logs
 from scheduler_svc.admin import AdminServicer
 from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.core.config import Policy, SchedulerConfig
@@ -56,12 +56,22 @@ def run(settings: SchedulerSettings) -> int:
     """Serve until drained or told to stop. Returns the exit code: 0 ended as asked, 1 fatal error, 3 work was cut off,
     130 / 143 ended at once by a second SIGINT / SIGTERM."""
     logs.configure(settings.log_format)
+    recorder = None
+    try:
+        if settings.record is not None:
+            recorder = journal.Recorder(settings.record, core_config(settings))
+    except OSError as error:
+        log.error("cannot write %s: choose another file with --record", settings.record, extra={"cause": str(error)})
+        return EXIT_FATAL
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(SchedulerProcess(settings).serve())
+            return runner.run(SchedulerProcess(settings, recorder=recorder).serve())
     except Exception:
         log.critical("fatal error", exc_info=True)
         return EXIT_FATAL
+    finally:
+        if recorder is not None:
+            recorder.close()
 
 
 def core_config(settings: SchedulerSettings) -> SchedulerConfig:

@@ -54,8 +54,7 @@ class FrontEndSession:
         self._hub = hub
         self._max_outgoing_bytes = max_outgoing_bytes
         self._is_attached = False
-        # Handles submitted and not answered; handles accepted and not ended, with their request ids.
-        self._submitted: dict[int, None] = {}
+        # Handles accepted and not ended, with their request ids.
         self._live: dict[int, str] = {}
         # Handles submitted, as far as frames have been read (the core may be behind): what a new submit is checked
         # against.
@@ -124,7 +123,6 @@ class FrontEndSession:
                 ),
             )
             return
-        self._submitted[handle] = None
         sampling = submission.sampling
         yield RequestArrived(
             request_id=submission.request_id,
@@ -174,13 +172,11 @@ class FrontEndSession:
 
     def accepted(self, handle: int, effect: RequestAccepted) -> None:
         """The core took a request."""
-        self._submitted.pop(handle, None)
         self._live[handle] = effect.request_id
         self._building().accepted.add(handle=handle, max_tokens=effect.max_tokens)
 
     def refused(self, handle: int, failure: Failure) -> None:
         """A request was not taken."""
-        self._submitted.pop(handle, None)
         self._in_use.pop(handle, None)
         self._building().refused.add(handle=handle, failure=codec.encode_failure(failure))
 

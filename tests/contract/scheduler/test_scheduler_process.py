@@ -278,6 +278,24 @@ async def test_a_port_beyond_loopback_is_pointed_out() -> None:
         assert (await scheduler.line("reachable from other machines"))["host"] == "0.0.0.0"
 
 
+async def test_a_recording_is_written_from_start_to_end(double: WorkerDouble, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    async with child(worker=(double.address,), record=str(path)) as scheduler:
+        address = (await scheduler.line("listening"))["address"]
+        await scheduler.line("ready")
+        async with SessionClient(address) as client:
+            await client.submit(PROMPT, 5, request_id="recorded").over()
+        scheduler.process.send_signal(signal.SIGTERM)
+        assert await scheduler.code() == 0
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[-1] == {"end": "closed"}
+    assert any(line.get("request_id") == "recorded" for line in lines)
+    assert any(line.get("schedule") == double.address and line["step"] for line in lines)
+    async with child(record=str(tmp_path / "no" / "folder")) as scheduler:
+        assert "--record" in (await scheduler.line("cannot write"))["message"]
+        assert await scheduler.code() == 1
+
+
 async def test_f63_a_fatal_error_exits_1(double: WorkerDouble) -> None:
     """A bug in the core must not end as if nothing had happened."""
     plant = """

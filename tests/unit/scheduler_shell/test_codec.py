@@ -1,0 +1,137 @@
+"""scheduler encode -> bytes -> worker decode, and the cutting of steps that are too large for one message."""
+
+from __future__ import annotations
+
+from array import array
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler_svc import codec
+from scheduler_svc.core.events import WorkerProtocolError
+from scheduler_svc.core.output import DeferredFree, NewRow, SchedulerOutput
+from stepfence.v1 import sampling_pb2, step_pb2, worker_service_pb2
+from worker_svc import codec as worker_codec
+
+VOCAB = 1000
+ids = st.integers(0, VOCAB - 1)
+
+
+@st.composite
+def new_rows(draw: st.DrawFn, row: int, block_size: int = 4) -> NewRow:
+    tokens = draw(st.lists(ids, min_size=1, max_size=40))
+    num_computed = draw(st.integers(0, (len(tokens) - 1) // block_size)) * block_size
+    sampling = sampling_pb2.ResolvedSampling(
+        temperature=draw(st.sampled_from([0.0, 0.5])), top_p=1.0, seed=draw(st.integers(0, 2**64 - 1))
+    )
+    return NewRow(
+        request_id=f"r{row}-" + draw(st.text(max_size=8)),
+        row=row,
+        token_ids=array("i", tokens),
+        block_table=array("i", range(1, 2 + len(tokens) // block_size)),
+        num_computed_tokens=num_computed,
+        num_prompt_tokens=draw(st.integers(1, len(tokens))),
+        sampling=sampling.SerializeToString(),
+    )
+
+
+@st.composite
+def outputs(draw: st.DrawFn) -> SchedulerOutput:
+    num_new = draw(st.integers(0, 6))
+    rows = [draw(new_rows(row)) for row in range(num_new)]
+    # At least one step before it, so that frames sent ahead have a fence to stand on.
+    return SchedulerOutput(
+        rank="rank",
+        epoch=draw(st.integers(1, 9)),
+        step_seq=17,
+        fence_seq=draw(st.integers(2, 99)),
+        processed_step_seq=15,
+        new_requests=tuple(rows),
+        rows=array("i", range(num_new)),
+        num_tokens=array("i", [len(row.token_ids) - row.num_computed_tokens for row in rows]),
+        appended_rows=array("i", [20, 21]),
+        appended_blocks=array("i", [7, 8]),
+        preempted_request_ids=tuple(draw(st.lists(st.text(min_size=1, max_size=5), max_size=3))),
+        finished_request_ids=tuple(draw(st.lists(st.text(min_size=1, max_size=5), max_size=3))),
+        deferred_frees=(DeferredFree(3, "gone", (4, 5), "aborted"),),
+        num_drafts=None,
+        draft_token_ids=array("i"),
+        total_num_tokens=sum(len(row.token_ids) - row.num_computed_tokens for row in rows),
+    )
+
+
+def _steps(frames: list[bytes]) -> list[step_pb2.SchedulerOutput]:
+    return [worker_service_pb2.RunStepsRequest.FromString(frame).step for frame in frames]
+
+
+@given(outputs())
+@settings(max_examples=100, deadline=None)
+def test_what_the_scheduler_encodes_the_worker_decodes(output: SchedulerOutput) -> None:
+    (frame,) = codec.encode_step(output, output.step_seq, output.processed_step_seq, 1 << 24)
+    (message,) = _steps([frame])
+    step = worker_codec.decode_step(message, VOCAB)
+    assert (step.epoch, step.step_seq, step.fence_seq) == (output.epoch, output.step_seq, output.fence_seq)
+    assert step.processed_step_seq == output.processed_step_seq
+    assert step.rows.tolist() == output.rows.tolist()
+    assert step.num_tokens.tolist() == output.num_tokens.tolist()
+    assert step.appended_blocks.tolist() == output.appended_blocks.tolist()
+    assert set(step.dropped_ids) == {*output.preempted_request_ids, *output.finished_request_ids}
+    for mine, theirs in zip(output.new_requests, step.added, strict=True):
+        assert (mine.request_id, mine.row) == (theirs.request_id, theirs.row)
+        assert mine.token_ids.tolist() == theirs.token_ids.tolist()
+        assert mine.block_table.tolist() == theirs.block_table.tolist()
+        assert mine.num_computed_tokens == theirs.num_computed_tokens
+        assert mine.num_prompt_tokens == theirs.num_prompt_tokens
+        assert sampling_pb2.ResolvedSampling.FromString(mine.sampling).seed == theirs.sampling.seed
+    (free,) = message.deferred_frees
+    assert (free.fence_seq, free.request_id, free.reason) == (3, "gone", step_pb2.FREE_REASON_ABORTED)
+
+
+@given(outputs(), st.integers(1, 600))
+@settings(max_examples=200, deadline=None)
+def test_a_cut_step_says_the_same_in_messages_that_fit(output: SchedulerOutput, room: int) -> None:
+    # Room for one row at least, which the shell checks when it opens a rank.
+    limit = codec.largest_row_bytes(40, 4) + codec.columns_bytes(0, 0) + 300 + room
+    frames = codec.encode_step(output, 5, 4, limit)
+    steps = _steps(frames)
+    assert all(len(frame) <= limit for frame in frames)
+    assert [step.step_seq for step in steps] == list(range(5, 5 + len(steps)))
+    *ahead, last = steps
+    assert [new.request_id for step in steps for new in step.new_requests] == [
+        row.request_id for row in output.new_requests
+    ]
+    first = steps[0]
+    assert list(first.finished_request_ids) == list(output.finished_request_ids)
+    for step in ahead:
+        assert not step.rows and not step.appended_rows
+        # A step without tokens does not advance the fence.
+        assert step.fence_seq == output.fence_seq - 1
+    assert last.fence_seq == output.fence_seq
+    assert codec.unpack(last.rows) == output.rows
+
+
+def test_what_is_no_message_is_a_breach_of_the_protocol() -> None:
+    with pytest.raises(WorkerProtocolError):
+        codec.decode_worker_frame(b"\xff\xff\xff")
+    with pytest.raises(WorkerProtocolError):
+        codec.decode_worker_frame(b"")
+    with pytest.raises(WorkerProtocolError):
+        codec.decode_capabilities(b"\x08")
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_from_a_worker_are_a_frame_or_a_breach(data: bytes) -> None:
+    for decode in (codec.decode_worker_frame, codec.decode_capabilities, codec.decode_tokenizer_piece):
+        with suppress(WorkerProtocolError):
+            decode(data)
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1)))
+@settings(max_examples=50, deadline=None)
+def test_columns_are_little_endian_int32(values: list[int]) -> None:
+    data = codec.pack(array("i", values))
+    assert data == b"".join(value.to_bytes(4, "little", signed=True) for value in values)
+    assert codec.unpack(data).tolist() == values
