@@ -208,6 +208,11 @@ class RankClient:
         return self._epoch
 
     @property
+    def has_epoch(self) -> bool:
+        """Whether it has joined and its epoch is not over, with or without a stream just now."""
+        return self._is_joined
+
+    @property
     def is_connected(self) -> bool:
         """Whether steps go out right now. Without, the rank gets no further ones."""
         return self._is_joined and self._is_connected

@@ -44,7 +44,7 @@ class WorkerPool:
     @property
     def has_joined_rank(self) -> bool:
         """Whether any rank has an epoch."""
-        return any(client.state in (RankState.UP, RankState.DRAINING) for client in self._clients.values())
+        return any(client.has_epoch for client in self._clients.values())
 
     @property
     def is_ready(self) -> bool:

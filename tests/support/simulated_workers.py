@@ -23,6 +23,8 @@ class SimulatedWorker:
         self.double = WorkerDouble(capabilities, incarnation=incarnation)
         self.step_s = step_s
         self.is_listening = True
+        # Out of reach, but not refusing: new connections just do not come about.
+        self.hangs = False
         # While cleared, steps are not executed.
         self.running = asyncio.Event()
         self.running.set()
@@ -64,7 +66,7 @@ class _Link:
         return worker
 
     async def get_capabilities(self) -> bytes:
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(3600 if self._worker().hangs else 0.001)
         answer = await self._worker().double.GetCapabilities(worker_service_pb2.GetCapabilitiesRequest(), None)
         return answer.SerializeToString()
 

@@ -210,30 +210,15 @@ async def test_an_outage_shorter_than_the_watchdog_keeps_the_epoch_and_a_longer_
             num_tokens = len(sim.tokens.get(1, []))
             while len(sim.tokens.get(1, [])) < num_tokens + 10:
                 await asyncio.sleep(0.01)
-            # Out of reach, but not refusing: connections just do not come about.
-            network = sim.network
-            reachable = network.connect
-            network.connect = _unreachable  # type: ignore[method-assign]
+            worker.hangs = True
             worker.cut()
             await asyncio.sleep(outage_s)
-            network.connect = reachable  # type: ignore[method-assign]
+            worker.hangs = False
             await sim.up(A)
             assert sim.client(A).epoch == epoch
         await sim.over(1)
         assert sim.tokens[1] == complete([1, 2, 3], 600)
         assert worker.double.breaches == []
-
-
-def _unreachable(address: str) -> Any:
-    class Link:
-        async def get_capabilities(self) -> bytes:
-            await asyncio.sleep(3600)
-            return b""
-
-        async def close(self) -> None:
-            pass
-
-    return Link()
 
 
 @virtually
@@ -384,6 +369,24 @@ async def test_d44_a_misfit_is_asked_again_every_few_seconds() -> None:
         before = _now()
         await sim.up(B)
         assert _now() - before <= 3.1
+
+
+@virtually
+async def test_d44_a_rank_out_of_reach_still_stands_behind_its_model() -> None:
+    async with world(A, B) as sim:
+        first = sim.add(A)
+        await sim.up(A)
+        sim.add(B, 200, capabilities=Capabilities(model="other"))
+        first.hangs = True
+        first.cut()
+        await asyncio.sleep(8)
+        assert sim.service.core.rank_names == (A,)
+        assert sim.client(A).state.value == "lost"
+        assert "its model is" in sim.client(B).cause
+        # Its epoch over and nothing live, nothing stands behind the first model any more.
+        await asyncio.sleep(8)
+        assert sim.service.core.rank_names == (B,)
+        assert sim.service.model.facts is not None and sim.service.model.facts.name == "other"
 
 
 @virtually
