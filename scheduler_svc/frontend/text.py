@@ -27,6 +27,8 @@ BYTE_TOKENIZER_FILE: Final = "byte_tokenizer.json"
 _REPLACEMENT: Final = "\ufffd"
 # Tokens of the prompt's end that a decoder without byte tables reads along, so that white space at the joint is kept.
 _NUM_CONTEXT_TOKENS: Final = 6
+# How far back it looks for them among special tokens.
+_NUM_SEARCHED_TOKENS: Final = 64
 # A UTF-8 character has at most four bytes: so many tokens ending in U+FFFD are no character on its way.
 _MAX_INCOMPLETE_TOKENS: Final = 4
 
@@ -100,10 +102,10 @@ class WindowDecoder:
     __slots__ = ("_decode", "_num_read", "_skipped", "_window")
 
     def __init__(self, decode: Callable[[list[int]], str], skipped: frozenset[int], context: Sequence[int]) -> None:
-        """skipped: ids without text (special tokens). context: ids before the output."""
+        """skipped: ids without text (special tokens). context: ids with text before the output."""
         self._decode = decode
         self._skipped = skipped
-        self._window = [token_id for token_id in context if token_id not in skipped]
+        self._window = list(context)
         # Tokens of the window whose text is out.
         self._num_read = len(self._window)
 
@@ -162,7 +164,8 @@ class HuggingFaceTokenizer:
     def decoder(self, prompt_token_ids: Sequence[int]) -> TokenDecoder:
         if self._bytes is not None:
             return ByteDecoder(self._bytes_of)
-        return WindowDecoder(self._decode, self._special_ids, prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
+        end_of_prompt = [i for i in prompt_token_ids[-_NUM_SEARCHED_TOKENS:] if i not in self._special_ids]
+        return WindowDecoder(self._decode, self._special_ids, end_of_prompt[-_NUM_CONTEXT_TOKENS:])
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._plain.decode(token_ids, skip_special_tokens=True))

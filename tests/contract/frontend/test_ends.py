@@ -15,6 +15,7 @@ from stepfence.v1 import generation_service_pb2_grpc
 from stepfence.v1 import session_service_pb2 as session_pb
 from tests.contract.frontend.harness import (
     EOF,
+    FrontEndUnderTest,
     complete,
     front_end,
     read_refusal,
@@ -25,7 +26,7 @@ from tests.contract.frontend.harness import (
     until,
     until_taken,
 )
-from tests.support.session_double import DEADLINE_EXCEEDED, INTERNAL, SessionDouble, byte_model
+from tests.support.session_double import DEADLINE_EXCEEDED, INTERNAL, SessionDouble
 
 GONE = session_pb.CANCEL_REASON_CLIENT_GONE
 
@@ -54,25 +55,55 @@ async def test_f19_a_client_that_leaves_at_any_moment_ends_its_request(moment: s
         await under_test.until_nothing_is_left()
 
 
+class HeldTokenizing:
+    """Prompts wait in front of the tokenizer until they are let go."""
+
+    def __init__(self, under_test: FrontEndUnderTest) -> None:
+        self.num_waiting = 0
+        self.let_go = asyncio.Event()
+        under_test.process.front_end._beside = self._beside  # type: ignore[method-assign]
+
+    async def _beside(self, num_bytes: int, work: Any) -> Any:
+        self.num_waiting += 1
+        await self.let_go.wait()
+        return work()
+
+
 async def test_a_client_that_leaves_while_its_prompt_is_tokenized_is_never_submitted() -> None:
-    async with served(SessionDouble(byte_model(max_model_len=2**22))) as under_test:
-        entered, leave = asyncio.Event(), asyncio.Event()
-        engine = under_test.process.front_end
-
-        async def beside(num_bytes: int, work: Any) -> Any:
-            entered.set()
-            await leave.wait()
-            return work()
-
-        engine._beside = beside  # type: ignore[method-assign]
-        call = under_test.stub.Generate(text_request("x" * 10_000))
-        reading = asyncio.ensure_future(call.read())
-        await entered.wait()
+    async with served() as under_test:
+        held = HeldTokenizing(under_test)
+        call = under_test.stub.Generate(text_request())
+        await until(lambda: held.num_waiting == 1)
         call.cancel()
-        await asyncio.wait((reading,))
-        await until(lambda: engine.num_streams == 0)
-        leave.set()
+        await until(lambda: under_test.process.front_end.num_streams == 0)
+        held.let_go.set()
         await under_test.until_nothing_is_left()
+        assert under_test.double.requests == []
+
+
+async def test_f18_two_equal_ids_that_are_tokenized_at_once_are_one_request() -> None:
+    async with served() as under_test:
+        under_test.double.play = lambda submit: [b"ok"]
+        held = HeldTokenizing(under_test)
+        calls = [under_test.stub.Complete(complete(text_request(request_id="same")), timeout=30) for _ in range(2)]
+        await until(lambda: held.num_waiting == 2)
+        held.let_go.set()
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        (refused,) = [read_refusal(end) for end in ends if isinstance(end, grpc.aio.AioRpcError)]
+        assert refused.reason == "DUPLICATE_REQUEST_ID"
+        assert sum(len(frame.submits) for frame in under_test.double.frames_up) == 1
+        await under_test.until_nothing_is_left()
+
+
+async def test_f83_a_prompt_that_is_tokenized_when_the_drain_begins_is_new_work() -> None:
+    async with served() as under_test:
+        held = HeldTokenizing(under_test)
+        call = under_test.stub.Complete(complete(text_request()), timeout=30)
+        await until(lambda: held.num_waiting == 1)
+        under_test.process.stop()
+        await under_test.until_health(2)
+        held.let_go.set()
+        assert (await refusal(call)).reason == "DRAINING"
         assert under_test.double.requests == []
 
 

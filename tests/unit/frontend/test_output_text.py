@@ -176,6 +176,14 @@ def test_a_token_that_reaches_into_the_stop_string_is_delivered_with_the_part_be
     assert output.num_tokens == 3
 
 
+def test_a_token_with_nothing_but_bytes_of_the_stop_string_is_not_delivered() -> None:
+    syllable = "삼".encode()
+    output = assembler([b"ab" + syllable[:1], syllable[1:] + b"X"], ["삼X"])
+    assert output.push([0]) is None
+    assert output.push([1]) == Delta("ab", (0,))
+    assert output.num_tokens == 2
+
+
 def test_what_only_looked_like_a_stop_string_comes_at_the_end() -> None:
     output = assembler([b"abc", b"DE"], ["DEFG"])
     assert stream(output, [[0, 1]]) == [Delta("abc", (0,)), Delta("DE", (1,))]

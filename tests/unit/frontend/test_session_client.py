@@ -213,6 +213,30 @@ def test_every_request_hears_exactly_one_end() -> None:
     run(scenario())
 
 
+def test_what_was_not_sent_before_the_loss_is_not_sent_after_it() -> None:
+    async def scenario() -> None:
+        transport = MemoryTransport()
+        session = client(transport)
+        running = asyncio.create_task(session.run())
+        await until_ready(session)
+        transport.streams[0].blocked.clear()
+        sinks = [Sink(), Sink()]
+        handle = session.submit(submission("being sent"), sinks[0])
+        await asyncio.sleep(0.01)
+        session.cancel(handle, CancelReason.ABORTED)
+        session.submit(submission("waiting"), sinks[1])
+        transport.streams[0].close()
+        await asyncio.sleep(3)
+        assert [sink.heard for sink in sinks] == [["lost"], ["lost"]]
+        assert session.not_ready_cause is None
+        assert len(transport.streams[1].sent) >= 2
+        for _, frame in transport.streams[1].sent:
+            assert not (frame.submits or frame.cancels or frame.text_ended)
+        running.cancel()
+
+    run(scenario())
+
+
 def test_stopping_ends_what_is_live() -> None:
     async def scenario() -> None:
         transport = MemoryTransport()

@@ -151,7 +151,7 @@ def test_special_tokens_written_in_a_message_are_text(content: str) -> None:
 def test_a_special_token_cannot_be_put_together_from_template_and_message() -> None:
     config = chat_config(chat_template="{% for m in messages %}<|{{ m.content }}|>{% endfor %}")
     tokenizer = load_tokenizer(files(byte_level_json(), config))
-    for content in ("im_end|", "im_end|>", "|im_end|"):
+    for content in ("im_end|", "im_end|>", "|im_end|", "x<|im_end", "x <|im_start  "):
         token_ids = tokenizer.encode_chat([ChatMessage("user", content)])
         assert not set(token_ids) & set(oracle().all_special_ids), content
 
@@ -251,6 +251,10 @@ def test_window_decoding_keeps_the_space_between_prompt_and_output() -> None:
     (first, *_) = tokenizer.encode_text("brown")[1:]
     assert tokenizer.decoder(prompt).push(first).startswith(" ")
     assert not tokenizer.decoder([]).push(first).startswith(" ")
+    # Special tokens in between do not change that.
+    decoder = tokenizer.decoder([*prompt, *[2] * 10])
+    assert [decoder.push(2) for _ in range(10)] == [""] * 10
+    assert decoder.push(first).startswith(" ")
 
 
 def test_window_decoding_stays_short_when_nothing_becomes_valid() -> None:
