@@ -18,6 +18,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install $(PIP_FLAGS)
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
+CALLERS_PATH := $(PATH)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: help setup up check test test-long proto proto-baseline clean
@@ -29,7 +30,8 @@ help: ## Show the targets.
 setup: $(DEV_STAMP) ## Make .venv with everything that tests and checks need.
 
 up: $(RUN_STAMP) ## Start scheduler, front end and a worker here; Ctrl-C ends them.
-	@$(BIN)/stepfence up $(ARGS)
+	@# With the PATH of whoever calls: up prints commands that must work in their shell.
+	@PATH="$(CALLERS_PATH)" $(BIN)/stepfence up $(ARGS)
 
 check: $(DEV_STAMP) ## Format, lint, types, import contracts, protos.
 	ruff format --check .
