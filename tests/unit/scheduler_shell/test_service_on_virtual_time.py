@@ -12,7 +12,7 @@ from typing import Any
 
 from scheduler_svc import codec
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.events import Event
+from scheduler_svc.core.events import Event, StepAcked
 from scheduler_svc.core.output import SchedulerOutput
 from scheduler_svc.service import SchedulerService, ServiceOptions
 from scheduler_svc.session import FrontEndSession
@@ -89,11 +89,16 @@ class World:
         while all(client.rank != address or not client.is_connected for client in self.service.pool.clients):
             await asyncio.sleep(0.01)
 
-    async def submit(self, handle: int, prompt: list[int], max_tokens: int) -> None:
+    async def attach(self) -> FrontEndSession:
+        """Another front end."""
+        session = self.service.hub.attach()
+        hello = session_service_pb2.Hello(front_end_id="sim", protocol_revision=1)
+        await session.take(codec.decode_session_frame(session_service_pb2.AttachRequest(hello=hello)))
+        return session
+
+    async def submit(self, handle: int, prompt: list[int], max_tokens: int, by: FrontEndSession | None = None) -> None:
         if self.front_end is None:
-            self.front_end = self.service.hub.attach()
-            hello = session_service_pb2.Hello(front_end_id="sim", protocol_revision=1)
-            await self._say(session_service_pb2.AttachRequest(hello=hello))
+            self.front_end = await self.attach()
             self.attached.set()
         submit = session_service_pb2.Submit(
             handle=handle,
@@ -101,11 +106,8 @@ class World:
             prompt_token_ids=array("i", prompt).tobytes(),
             sampling=sampling_pb2.ResolvedSampling(max_tokens=max_tokens, top_p=1.0),
         )
-        await self._say(session_service_pb2.AttachRequest(submits=[submit]))
-
-    async def _say(self, frame: session_service_pb2.AttachRequest) -> None:
-        assert self.front_end is not None
-        await self.front_end.take(codec.decode_session_frame(frame))
+        frame = codec.decode_session_frame(session_service_pb2.AttachRequest(submits=[submit]))
+        await (by or self.front_end).take(frame)
 
     async def listen(self) -> None:
         """Take every frame down, for ever."""
@@ -387,6 +389,27 @@ async def test_d44_a_rank_out_of_reach_still_stands_behind_its_model() -> None:
         await asyncio.sleep(8)
         assert sim.service.core.rank_names == (B,)
         assert sim.service.model.facts is not None and sim.service.model.facts.name == "other"
+
+
+@virtually
+async def test_f18_a_lost_front_end_does_not_take_the_successor_of_its_request_along() -> None:
+    """Its request ends, another front end takes the same id, and then its stream breaks, all before one turn."""
+    async with world(A) as sim:
+        worker = sim.add(A)
+        await sim.up(A)
+        worker.running.clear()
+        await sim.submit(1, [1], 1)
+        while (view := sim.service.core.rank_view(A)) is None or view.sent_step_seq == 0:
+            await asyncio.sleep(0.001)
+        other = await sim.attach()
+        await asyncio.sleep(1)
+        assert sim.front_end is not None
+        sim.service.loop.post(StepAcked(A, 1, 1, [65]))
+        await sim.submit(1, [1], 50, by=other)
+        sim.service.hub.detach(sim.front_end)
+        await asyncio.sleep(0.1)
+        assert (other.num_live_requests, sim.service.core.num_live_requests) == (1, 1)
+        assert sim.service.hub.sessions == (other,)
 
 
 @virtually
