@@ -16,6 +16,7 @@ import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
+from prometheus_client.metrics_core import Metric
 
 from scheduler_svc import journal, logs
 from scheduler_svc.admin import AdminServicer
@@ -24,6 +25,7 @@ from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.facts import MetricsSink, Recorder
 from scheduler_svc.grpc_options import SERVER_OPTIONS, refuse_unknown
 from scheduler_svc.grpc_transport import CHANNEL_OPTIONS, GrpcTransport
+from scheduler_svc.metrics import MetricsServer, PrometheusMetrics, collect
 from scheduler_svc.resolver import SystemResolver
 from scheduler_svc.service import SchedulerService, ServiceOptions
 from scheduler_svc.session import SessionServicer
@@ -116,17 +118,29 @@ class SchedulerProcess:
         self._is_ready = False
         self.started = asyncio.Event()
         self.port = 0
+        # HOST:PORT of the metrics, when served.
+        self.metrics_address: str | None = None
         self.service: SchedulerService | None = None
 
     async def serve(self, *, owns_process: bool = True) -> int:
         """Run to the end; returns the exit code. owns_process: take signals and tune the garbage collector."""
         refuse_unknown((*SERVER_OPTIONS, *CHANNEL_OPTIONS))
-        service = self.service = self._make_service()
+        counts = PrometheusMetrics(asyncio.get_running_loop().time)
+        service = self.service = self._make_service(counts)
         server = self._make_server(service)
         try:
             self.port = server.add_insecure_port(self._settings.listen)
         except RuntimeError:
             log.error("cannot listen on %s: choose another address with --listen", self._settings.listen)
+            return EXIT_FATAL
+        try:
+            exporter = self._export_metrics(service, counts)
+        except OSError as error:
+            log.error(
+                "cannot serve metrics on %s (%s): choose another address with --metrics-listen, or none",
+                self._settings.metrics_listen,
+                error,
+            )
             return EXIT_FATAL
         await self._publish_health()
         await server.start()
@@ -143,6 +157,8 @@ class SchedulerProcess:
             return await self._until_done(service)
         finally:
             await server.stop(_STOP_GRACE_S)
+            if exporter is not None:
+                await asyncio.to_thread(exporter.close)
 
     async def _until_done(self, service: SchedulerService) -> int:
         assert self._stop_now is not None
@@ -162,7 +178,21 @@ class SchedulerProcess:
 
     # --- parts ---
 
-    def _make_service(self) -> SchedulerService:
+    def _export_metrics(self, service: SchedulerService, counts: PrometheusMetrics) -> MetricsServer | None:
+        """Raises OSError when the port is taken."""
+        if self._settings.metrics_listen is None:
+            return None
+
+        def read() -> list[Metric]:
+            facts = service.model.facts
+            return collect(service.core, counts, "" if facts is None else facts.name)
+
+        exporter = MetricsServer(self._settings.metrics_listen, read)
+        self.metrics_address = exporter.address
+        log.info("metrics at http://%s/metrics", exporter.address)
+        return exporter
+
+    def _make_service(self, counts: PrometheusMetrics) -> SchedulerService:
         settings = self._settings
         return SchedulerService(
             core_config(settings),
@@ -177,7 +207,7 @@ class SchedulerProcess:
             transport=GrpcTransport(),
             resolver=SystemResolver(),
             rng=random.Random(),
-            metrics=self._metrics,
+            metrics=counts if self._metrics is None else self._metrics,
             recorder=self._recorder,
             on_readiness=self._readiness_changed,
             on_idle=_collect_garbage,

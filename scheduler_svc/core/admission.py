@@ -27,12 +27,12 @@ def walk(state: CoreState, rank: RankState, draft: StepDraft, *, defer_prefills:
             stopped = SkipReason.SUSPECT_RUNS_ALONE
         elif (reason := _not_here(state, rank, request)) is not None:
             queue.remove(request)
-            request.skip_reason = reason
+            state.skip(request, reason)
             aside.append(request)
         else:
             stopped = _try_admit(state, rank, draft, request, defer_prefills)
         if stopped is not None:
-            request.skip_reason = stopped
+            state.skip(request, stopped)
     state.admission_stopped = None if stopped is None or request is None else (stopped, request)
     queue.put_aside(aside)
     if not defer_prefills:

@@ -196,6 +196,8 @@ class StepDraft:
         if again > 0:
             request.num_recomputed_tokens += again
             totals.num_recomputed_tokens += again
+            by_cause = totals.recomputed_by_cause
+            by_cause[request.preemption_cause] = by_cause.get(request.preemption_cause, 0) + again
 
     def _draft_columns(self) -> tuple[array[int] | None, array[int]]:
         if not self.drafts:

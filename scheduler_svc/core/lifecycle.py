@@ -37,6 +37,7 @@ def preempt(state: CoreState, rank: RankState, victim: Request, *, beneficiary: 
     victim.row = -1
     victim.num_preemptions += 1
     victim.preempted_at = state.now
+    victim.preemption_cause = cause
     victim.skip_reason = SkipReason.PREEMPTED
     rank.preempted_ids.append(victim.request_id)
     if cause in ("rank_lost", "rank_draining"):

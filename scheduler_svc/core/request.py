@@ -98,6 +98,7 @@ class Request:
         "num_tokens",
         "preempted_at",
         "preempted_s",
+        "preemption_cause",
         "priority",
         "publish_at",
         "queue_entry",
@@ -204,6 +205,8 @@ class Request:
         self.first_admitted_at: float | None = None
         self.preempted_at: float | None = None
         self.preempted_s = 0.0
+        # Of the last one; "" before any.
+        self.preemption_cause = ""
         # Epochs in a row that ended under its rows without a new token, and its length when the last one did.
         self.fruitless_epochs = 0
         self.tokens_at_loss = -1

@@ -60,13 +60,13 @@ def _consider(state: CoreState, rank: RankState, draft: StepDraft, request: Requ
     if request.status is not Status.RUNNING:
         return 0
     if (reason := _must_wait(state, request, defer_prefills)) is not None:
-        request.skip_reason = reason
+        state.skip(request, reason)
         return 0
     computed = request.settled + request.in_flight
     n = _row_length(state, request, computed, draft.budget)
     if n <= 0:
         at_limit = request.row_limit <= computed
-        request.skip_reason = SkipReason.LENGTH_REACHED if at_limit else SkipReason.AWAITING_RESULT
+        state.skip(request, SkipReason.LENGTH_REACHED if at_limit else SkipReason.AWAITING_RESULT)
         return 0
     end = computed + n
     slots = min(end + state.config.num_lookahead_slots, state.max_model_len)
@@ -120,7 +120,7 @@ def _make_room(state: CoreState, rank: RankState, draft: StepDraft, request: Req
     while need > draft.num_free_blocks:
         if config.preempt_fenced is PreemptFenced.NEVER and need <= draft.num_free_blocks + draft.num_returning_blocks:
             draft.wait_for_fence(request, need)
-            request.skip_reason = SkipReason.WAITING_FOR_FENCE
+            state.skip(request, SkipReason.WAITING_FOR_FENCE)
             return False
         victim = choose_victim(rank.running, request, config.policy, config.max_preemptions)
         draft.withdraw(victim)

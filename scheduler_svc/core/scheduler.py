@@ -134,7 +134,7 @@ class Scheduler:
             if head is not None:
                 reason = SkipReason.STEP_PREEMPTS if draft.preempted else SkipReason.FENCE_AWAITED
                 self.state.admission_stopped = (reason, head)
-                head.skip_reason = reason
+                self.state.skip(head, reason)
             return False
         return self.state.pause is PauseState.UNPAUSED and not rank.is_draining
 
@@ -225,6 +225,7 @@ class Scheduler:
         state.ranks[event.rank] = RankState(
             event.rank, event.epoch, event.num_blocks, event.vocab_size, state.config, deferring=state.deferring_frees
         )
+        state.ranks[event.rank].kv.stats = state.totals.prefix
         state.no_rank_since = None
         self._ranks_changed()
 

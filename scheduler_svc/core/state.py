@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappush
 
 from scheduler_svc.core.config import Fence, SchedulerConfig
 from scheduler_svc.core.drafts import NgramProposer
 from scheduler_svc.core.events import Effect, PauseState
+from scheduler_svc.core.kv.manager import PrefixStats
 from scheduler_svc.core.queues import WaitingQueue
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.request import Request
@@ -32,6 +33,11 @@ class Totals:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_deferring_steps: int = 0
+    # Recomputed tokens by what made it necessary, and how often a walk left somebody out, by reason.
+    recomputed_by_cause: dict[str, int] = field(default_factory=dict)
+    skips: dict[SkipReason, int] = field(default_factory=dict)
+    # Look-ups of all ranks that ever lived.
+    prefix: PrefixStats = field(default_factory=PrefixStats)
 
 
 class CoreState:
@@ -70,6 +76,12 @@ class CoreState:
         """The request's rank, if that epoch of it still lives."""
         rank = request.rank
         return rank if rank is not None and self.ranks.get(rank.name) is rank else None
+
+    def skip(self, request: Request, reason: SkipReason) -> None:
+        """A walk examined the request and gave it nothing (R4)."""
+        request.skip_reason = reason
+        skips = self.totals.skips
+        skips[reason] = skips.get(reason, 0) + 1
 
     def watch_deadline(self, request: Request) -> None:
         if request.deadline is not None:
