@@ -404,6 +404,7 @@ _CANCEL_CAUSES: Final = {
     session_service_pb2.CANCEL_REASON_CLIENT_GONE: AbortCause.CLIENT_GONE,
     session_service_pb2.CANCEL_REASON_ABORTED: AbortCause.ABORTED,
     session_service_pb2.CANCEL_REASON_SLOW_READER: AbortCause.SLOW_READER,
+    session_service_pb2.CANCEL_REASON_DRAINED: AbortCause.DRAINED,
 }
 
 

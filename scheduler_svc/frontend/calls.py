@@ -115,6 +115,7 @@ class CancelReason(Enum):
     CLIENT_GONE = "client_gone"
     ABORTED = "aborted"
     SLOW_READER = "slow_reader"
+    DRAINED = "drained"
 
 
 # --- what comes back ------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ _CANCEL_REASONS = {
     calls.CancelReason.CLIENT_GONE: session_service_pb2.CANCEL_REASON_CLIENT_GONE,
     calls.CancelReason.ABORTED: session_service_pb2.CANCEL_REASON_ABORTED,
     calls.CancelReason.SLOW_READER: session_service_pb2.CANCEL_REASON_SLOW_READER,
+    calls.CancelReason.DRAINED: session_service_pb2.CANCEL_REASON_DRAINED,
 }
 _FINISH_REASONS = {
     generation_pb2.FINISH_REASON_STOP: calls.FinishReason.STOP,

@@ -156,7 +156,7 @@ class Generation:
         its way stays one."""
         if self._last is None and self._cut is None:
             self._cut = failure
-            self._requests.cancel(self._handle, CancelReason.ABORTED)
+            self._requests.cancel(self._handle, CancelReason.DRAINED)
 
     def give_up(self, failure: Failure) -> None:
         """End it with this failure now, with the usage as far as it is known here."""

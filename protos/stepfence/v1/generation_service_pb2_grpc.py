@@ -39,7 +39,8 @@ class GenerationServiceStub:
     CANCELLED            ABORTED: Abort was called
     INTERNAL             WORKER_FAULT, INTERNAL_ERROR: logged on the server, nothing internal is told
 
-    A call that ends with an error after it was accepted carries the Usage so far as a further detail.
+    A call that ends with an error after it was accepted carries the Usage so far as a further detail. Field names in a
+    BadRequest are paths from GenerateRequest, for Complete too.
     """
 
     def __init__(self, channel):
@@ -84,7 +85,8 @@ class GenerationServiceServicer:
     CANCELLED            ABORTED: Abort was called
     INTERNAL             WORKER_FAULT, INTERNAL_ERROR: logged on the server, nothing internal is told
 
-    A call that ends with an error after it was accepted carries the Usage so far as a further detail.
+    A call that ends with an error after it was accepted carries the Usage so far as a further detail. Field names in a
+    BadRequest are paths from GenerateRequest, for Complete too.
     """
 
     def Generate(self, request, context):
@@ -163,7 +165,8 @@ class GenerationService:
     CANCELLED            ABORTED: Abort was called
     INTERNAL             WORKER_FAULT, INTERNAL_ERROR: logged on the server, nothing internal is told
 
-    A call that ends with an error after it was accepted carries the Usage so far as a further detail.
+    A call that ends with an error after it was accepted carries the Usage so far as a further detail. Field names in a
+    BadRequest are paths from GenerateRequest, for Complete too.
     """
 
     @staticmethod

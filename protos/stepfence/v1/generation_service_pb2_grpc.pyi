@@ -40,7 +40,8 @@ class GenerationServiceStub:
       CANCELLED            ABORTED: Abort was called
       INTERNAL             WORKER_FAULT, INTERNAL_ERROR: logged on the server, nothing internal is told
 
-    A call that ends with an error after it was accepted carries the Usage so far as a further detail.
+    A call that ends with an error after it was accepted carries the Usage so far as a further detail. Field names in a
+    BadRequest are paths from GenerateRequest, for Complete too.
     """
 
     @_typing.overload
@@ -76,7 +77,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
       CANCELLED            ABORTED: Abort was called
       INTERNAL             WORKER_FAULT, INTERNAL_ERROR: logged on the server, nothing internal is told
 
-    A call that ends with an error after it was accepted carries the Usage so far as a further detail.
+    A call that ends with an error after it was accepted carries the Usage so far as a further detail. Field names in a
+    BadRequest are paths from GenerateRequest, for Complete too.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -108,7 +110,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
       CANCELLED            ABORTED: Abort was called
       INTERNAL             WORKER_FAULT, INTERNAL_ERROR: logged on the server, nothing internal is told
 
-    A call that ends with an error after it was accepted carries the Usage so far as a further detail.
+    A call that ends with an error after it was accepted carries the Usage so far as a further detail. Field names in a
+    BadRequest are paths from GenerateRequest, for Complete too.
     """
 
     @_abc_1.abstractmethod

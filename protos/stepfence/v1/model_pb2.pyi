@@ -37,7 +37,7 @@ class ModelInfo(_message.Message):
     max_model_len: _builtins.int
     """Longest sequence, prompt and outputs together, in tokens."""
     tokenizer_digest: _builtins.str
-    """sha256 (hex) over names and bytes of the tokenizer files in the order sent; empty when the model has none
+    """Changes whenever a name or a byte of the tokenizer files changes; otherwise opaque. Empty when the model has none
     (clients must then send token ids).
     """
     @_builtins.property

@@ -48,7 +48,9 @@ class SamplingParams(_message.Message):
     max_tokens: _builtins.int
     """Most tokens to generate, at least 1. Default: as many as the model's length and the KV pool allow."""
     min_tokens: _builtins.int
-    """End-of-sequence and stop ids are not sampled before this many tokens. At most max_tokens. Default 0."""
+    """End-of-sequence and stop ids are not sampled, and stop strings not heeded, before this many tokens. At most max_tokens.
+    Default 0.
+    """
     seed: _builtins.int
     """Same request and same seed give the same tokens, whatever runs beside it. Default: drawn once by the front end."""
     ignore_eos: _builtins.bool

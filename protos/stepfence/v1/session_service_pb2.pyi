@@ -36,6 +36,8 @@ class _CancelReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CancelRe
     """Abort was called."""
     CANCEL_REASON_SLOW_READER: _CancelReason.ValueType  # 3
     """The client reads too slowly."""
+    CANCEL_REASON_DRAINED: _CancelReason.ValueType  # 4
+    """The front end's drain deadline passed."""
 
 class CancelReason(_CancelReason, metaclass=_CancelReasonEnumTypeWrapper): ...
 
@@ -46,6 +48,8 @@ CANCEL_REASON_ABORTED: CancelReason.ValueType  # 2
 """Abort was called."""
 CANCEL_REASON_SLOW_READER: CancelReason.ValueType  # 3
 """The client reads too slowly."""
+CANCEL_REASON_DRAINED: CancelReason.ValueType  # 4
+"""The front end's drain deadline passed."""
 Global___CancelReason: _TypeAlias = CancelReason  # noqa: Y015
 
 @_typing.final
@@ -345,7 +349,7 @@ class TokenColumns(_message.Message):
     counts: _builtins.bytes
     """Tokens of each handle, int32; empty means one each."""
     token_ids: _builtins.bytes
-    """Token ids, int32, in the order of handles."""
+    """Token ids, int32, in the order of handles. A stop or end-of-sequence id that was sampled is among them."""
     def __init__(
         self,
         *,

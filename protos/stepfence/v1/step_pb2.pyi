@@ -86,7 +86,7 @@ class SchedulerOutput(_message.Message):
     step_seq: _builtins.int
     """From 1, gapless within an epoch. Every step is acknowledged by one StepResult."""
     fence_seq: _builtins.int
-    """Number of steps with tokens so far, this one included when it has any."""
+    """Number of steps with tokens so far in this epoch, this one included when it has any."""
     processed_step_seq: _builtins.int
     """Highest step_seq whose result the scheduler has handled: remembered answers up to it may be forgotten."""
     rows: _builtins.bytes

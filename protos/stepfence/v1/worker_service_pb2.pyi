@@ -144,7 +144,7 @@ class Open(_message.Message):
     """Most tokens of one step."""
     max_model_len: _builtins.int
     max_inflight_steps: _builtins.int
-    """Most steps sent and not yet acknowledged."""
+    """Most steps with tokens sent and not yet acknowledged. Steps that only carry ids may queue beside them."""
     def __init__(
         self,
         *,

@@ -41,7 +41,9 @@ class WorkerServiceStub:
     newest step sent before the free, or after the end of the epoch.
     6. A result for a request that is meanwhile preempted is appended and delivered; aborted, finished or reused id: dropped.
     7. Epochs count within one scheduler incarnation: an open from another incarnation drops all the worker holds,
-    remembered answers included. The newest open wins; an older stream still open is ended. A stream lost in transport is
+    remembered answers included. The newest open wins; an older stream still open is ended ABORTED / SUPERSEDED. An epoch
+    that is over is refused FAILED_PRECONDITION / EPOCH_OVER. A worker that is leaving refuses opens, and ends streams,
+    UNAVAILABLE / DRAINING: its own word, unlike an UNAVAILABLE without ErrorInfo. A stream lost in transport is
     opened again with the same epoch, and what is unacknowledged is sent again. New worker incarnation, watchdog or
     error: epoch + 1 and a worker without rows.
     8. A failed step ends the epoch (StepResult.error); the worker does not go on with later steps of it.
@@ -90,7 +92,9 @@ class WorkerServiceServicer:
     newest step sent before the free, or after the end of the epoch.
     6. A result for a request that is meanwhile preempted is appended and delivered; aborted, finished or reused id: dropped.
     7. Epochs count within one scheduler incarnation: an open from another incarnation drops all the worker holds,
-    remembered answers included. The newest open wins; an older stream still open is ended. A stream lost in transport is
+    remembered answers included. The newest open wins; an older stream still open is ended ABORTED / SUPERSEDED. An epoch
+    that is over is refused FAILED_PRECONDITION / EPOCH_OVER. A worker that is leaving refuses opens, and ends streams,
+    UNAVAILABLE / DRAINING: its own word, unlike an UNAVAILABLE without ErrorInfo. A stream lost in transport is
     opened again with the same epoch, and what is unacknowledged is sent again. New worker incarnation, watchdog or
     error: epoch + 1 and a worker without rows.
     8. A failed step ends the epoch (StepResult.error); the worker does not go on with later steps of it.
@@ -101,7 +105,7 @@ class WorkerServiceServicer:
     """
 
     def GetCapabilities(self, request, context):
-        """Called before RunSteps. Idempotent, cheap. UNAVAILABLE while the model is loading.
+        """Called before RunSteps. Idempotent, cheap. UNAVAILABLE / MODEL_LOADING while the model is loading.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -163,7 +167,9 @@ class WorkerService:
     newest step sent before the free, or after the end of the epoch.
     6. A result for a request that is meanwhile preempted is appended and delivered; aborted, finished or reused id: dropped.
     7. Epochs count within one scheduler incarnation: an open from another incarnation drops all the worker holds,
-    remembered answers included. The newest open wins; an older stream still open is ended. A stream lost in transport is
+    remembered answers included. The newest open wins; an older stream still open is ended ABORTED / SUPERSEDED. An epoch
+    that is over is refused FAILED_PRECONDITION / EPOCH_OVER. A worker that is leaving refuses opens, and ends streams,
+    UNAVAILABLE / DRAINING: its own word, unlike an UNAVAILABLE without ErrorInfo. A stream lost in transport is
     opened again with the same epoch, and what is unacknowledged is sent again. New worker incarnation, watchdog or
     error: epoch + 1 and a worker without rows.
     8. A failed step ends the epoch (StepResult.error); the worker does not go on with later steps of it.

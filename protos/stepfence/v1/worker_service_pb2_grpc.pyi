@@ -42,7 +42,9 @@ class WorkerServiceStub:
         newest step sent before the free, or after the end of the epoch.
      6. A result for a request that is meanwhile preempted is appended and delivered; aborted, finished or reused id: dropped.
      7. Epochs count within one scheduler incarnation: an open from another incarnation drops all the worker holds,
-        remembered answers included. The newest open wins; an older stream still open is ended. A stream lost in transport is
+        remembered answers included. The newest open wins; an older stream still open is ended ABORTED / SUPERSEDED. An epoch
+        that is over is refused FAILED_PRECONDITION / EPOCH_OVER. A worker that is leaving refuses opens, and ends streams,
+        UNAVAILABLE / DRAINING: its own word, unlike an UNAVAILABLE without ErrorInfo. A stream lost in transport is
         opened again with the same epoch, and what is unacknowledged is sent again. New worker incarnation, watchdog or
         error: epoch + 1 and a worker without rows.
      8. A failed step ends the epoch (StepResult.error); the worker does not go on with later steps of it.
@@ -57,7 +59,7 @@ class WorkerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
     GetCapabilities: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.GetCapabilitiesRequest, _worker_service_pb2.GetCapabilitiesResponse]
-    """Called before RunSteps. Idempotent, cheap. UNAVAILABLE while the model is loading."""
+    """Called before RunSteps. Idempotent, cheap. UNAVAILABLE / MODEL_LOADING while the model is loading."""
     RunSteps: _grpc.StreamStreamMultiCallable[_worker_service_pb2.RunStepsRequest, _worker_service_pb2.RunStepsResponse]
     """First frame up: open; first frame down: opened. No step before opened. Then steps up, results down."""
     GetTokenizer: _grpc.UnaryStreamMultiCallable[_worker_service_pb2.GetTokenizerRequest, _worker_service_pb2.GetTokenizerResponse]
@@ -80,7 +82,9 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
         newest step sent before the free, or after the end of the epoch.
      6. A result for a request that is meanwhile preempted is appended and delivered; aborted, finished or reused id: dropped.
      7. Epochs count within one scheduler incarnation: an open from another incarnation drops all the worker holds,
-        remembered answers included. The newest open wins; an older stream still open is ended. A stream lost in transport is
+        remembered answers included. The newest open wins; an older stream still open is ended ABORTED / SUPERSEDED. An epoch
+        that is over is refused FAILED_PRECONDITION / EPOCH_OVER. A worker that is leaving refuses opens, and ends streams,
+        UNAVAILABLE / DRAINING: its own word, unlike an UNAVAILABLE without ErrorInfo. A stream lost in transport is
         opened again with the same epoch, and what is unacknowledged is sent again. New worker incarnation, watchdog or
         error: epoch + 1 and a worker without rows.
      8. A failed step ends the epoch (StepResult.error); the worker does not go on with later steps of it.
@@ -92,7 +96,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetCapabilities: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.GetCapabilitiesRequest, _worker_service_pb2.GetCapabilitiesResponse]  # type: ignore[assignment]
-    """Called before RunSteps. Idempotent, cheap. UNAVAILABLE while the model is loading."""
+    """Called before RunSteps. Idempotent, cheap. UNAVAILABLE / MODEL_LOADING while the model is loading."""
     RunSteps: _aio.StreamStreamMultiCallable[_worker_service_pb2.RunStepsRequest, _worker_service_pb2.RunStepsResponse]  # type: ignore[assignment]
     """First frame up: open; first frame down: opened. No step before opened. Then steps up, results down."""
     GetTokenizer: _aio.UnaryStreamMultiCallable[_worker_service_pb2.GetTokenizerRequest, _worker_service_pb2.GetTokenizerResponse]  # type: ignore[assignment]
@@ -114,7 +118,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         newest step sent before the free, or after the end of the epoch.
      6. A result for a request that is meanwhile preempted is appended and delivered; aborted, finished or reused id: dropped.
      7. Epochs count within one scheduler incarnation: an open from another incarnation drops all the worker holds,
-        remembered answers included. The newest open wins; an older stream still open is ended. A stream lost in transport is
+        remembered answers included. The newest open wins; an older stream still open is ended ABORTED / SUPERSEDED. An epoch
+        that is over is refused FAILED_PRECONDITION / EPOCH_OVER. A worker that is leaving refuses opens, and ends streams,
+        UNAVAILABLE / DRAINING: its own word, unlike an UNAVAILABLE without ErrorInfo. A stream lost in transport is
         opened again with the same epoch, and what is unacknowledged is sent again. New worker incarnation, watchdog or
         error: epoch + 1 and a worker without rows.
      8. A failed step ends the epoch (StepResult.error); the worker does not go on with later steps of it.
@@ -130,7 +136,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_service_pb2.GetCapabilitiesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_service_pb2.GetCapabilitiesResponse, _abc.Awaitable[_worker_service_pb2.GetCapabilitiesResponse]]:
-        """Called before RunSteps. Idempotent, cheap. UNAVAILABLE while the model is loading."""
+        """Called before RunSteps. Idempotent, cheap. UNAVAILABLE / MODEL_LOADING while the model is loading."""
 
     @_abc_1.abstractmethod
     def RunSteps(
