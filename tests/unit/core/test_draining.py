@@ -7,6 +7,7 @@ from array import array
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.events import (
+    Effect,
     EndReason,
     Event,
     RankDraining,
@@ -33,13 +34,13 @@ def arrive(scheduler: Scheduler, name: str, num_prompt: int, max_tokens: int) ->
     scheduler.handle(RequestArrived(name, len(name), array("i", range(num_prompt)), max_tokens=max_tokens))
 
 
-def handle(scheduler: Scheduler, event: Event) -> list[object]:
-    effects = list(scheduler.handle(event))
+def handle(scheduler: Scheduler, event: Event) -> list[Effect]:
+    effects = scheduler.handle(event)
     invariants.check(scheduler.state)
     return effects
 
 
-def answer(scheduler: Scheduler, rank: str) -> list[object]:
+def answer(scheduler: Scheduler, rank: str) -> list[Effect]:
     """The rank's answer to its oldest step in flight; every token is 7."""
     record = scheduler.state.ranks[rank].window.oldest
     assert record is not None
