@@ -21,7 +21,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 CALLERS_PATH := $(PATH)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup up check test test-long proto proto-baseline clean
+.PHONY: help setup up check test test-long bench proto proto-baseline clean
 .DEFAULT_GOAL := help
 
 help: ## Show the targets.
@@ -48,6 +48,9 @@ test: $(DEV_STAMP) ## The tests, about ten minutes on two cores.
 
 test-long: $(DEV_STAMP) ## The tests that take much longer.
 	pytest -m "long and not gpu" --timeout 7200 $(ARGS)
+
+bench: $(DEV_STAMP) ## Benchmarks: figures and ratios of one run, not gates.
+	python -m tests.bench.scheduler_step --running 256
 
 proto: $(DEV_STAMP) ## Format the protos and generate the Python beside them.
 	buf format --write protos

@@ -1,1 +1,1 @@
-"""The CPU-only side of Stepfence: scheduler process, front end process, the `stepfence` command. Never imports torch."""
+"""The CPU-only side of Stepfence: scheduler process, front end process, `stepfence` command. Never imports torch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -72,9 +73,9 @@ def _part(process: Process, words: str) -> int:
     raise AssertionError(f"no child runs {words!r}\n{process.tail()}")
 
 
-def _ready(process: Process) -> str:
+def _ready(process: Process, patience_s: float = PATIENCE_S) -> str:
     """Wait until `up` says it is ready; the address clients call."""
-    wait_until(lambda: "Ctrl-C ends it." in process.output() or not process.is_running, "up is ready")
+    wait_until(lambda: "Ctrl-C ends it." in process.output() or not process.is_running, "up is ready", patience_s)
     found = re.search(r"clients call (\S+) ", process.output())
     assert found is not None, process.tail()
     return found.group(1)
@@ -107,6 +108,29 @@ def test_it_says_how_to_call_it_and_the_commands_work(up: Up) -> None:
     )
     assert '"FINISH_REASON_LENGTH"' in answer.stdout, answer
     assert len(_parts(process)) == 4
+
+
+@pytest.mark.model
+@pytest.mark.timeout(400)
+def test_a_real_model_answers_and_everything_ends_at_a_signal(up: Up) -> None:
+    from tests.support.oracle import assert_greedy_equal, oracle, prompts
+
+    expected = oracle(prompts())[0]
+    assert prompts()[0].text == "The capital of France is"
+    process = up("--runner", "model", "--model", "smollm2", "--threads", "2", "--kv-memory", "64MiB")
+    address = _ready(process, patience_s=300)
+    command = [sys.executable, "-m", "scheduler_svc", "generate", "The capital of France is", "--target", address]
+    options = ["--max-tokens", "16", "--temperature", "0", "--json"]
+    answer = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300, check=True)
+    events = [json.loads(line) for line in answer.stdout.splitlines()]
+    assert_greedy_equal([token for event in events for token in event.get("delta", {}).get("token_ids", [])], expected)
+    assert "Paris" in "".join(event.get("delta", {}).get("text", "") for event in events)
+    parts = _parts(process)
+    asked = time.monotonic()
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 0, process.tail()
+    assert _all_ended(parts)
+    assert time.monotonic() - asked < _END_S
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
