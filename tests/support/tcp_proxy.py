@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass
+class _Connection:
+    near: asyncio.StreamWriter
+    far: asyncio.StreamWriter | None = None
+    # One end is gone, and the other is not told.
+    is_half_open: bool = False
+
+    def abort(self) -> None:
+        for writer in (self.near, self.far):
+            if writer is not None:
+                writer.transport.abort()
 
 
 class TcpProxy:
-    """Forwards to one address. Use as an async context manager."""
+    """Forwards to one address. Use as an async context manager. *Near* is whoever connects, *far* the target."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
         self._target = (host, int(port))
         self._server: asyncio.Server | None = None
-        self._connections: dict[asyncio.Task[None], tuple[asyncio.StreamWriter, ...]] = {}
-        # Cleared, nothing passes in either direction and nobody is told (half-open).
+        self._connections: dict[asyncio.Task[None], _Connection] = {}
+        # Cleared, nothing passes in either direction and nobody is told.
         self.passing = asyncio.Event()
         self.passing.set()
         # Seconds each piece waits.
@@ -39,33 +54,57 @@ class TcpProxy:
 
     def cut(self) -> None:
         """Reset every connection; new ones are possible at once."""
-        for task, writers in self._connections.items():
-            for writer in writers:
-                writer.transport.abort()
+        for task, connection in self._connections.items():
+            connection.abort()
             task.cancel()
+
+    def half_open(self, side: Literal["near", "far", "both"]) -> None:
+        """Until `heal`: that side loses its connections, and the other is not told; new ones pass. both: nobody is
+        told, and nothing passes on old or new connections."""
+        if side == "both":
+            self.passing.clear()
+            return
+        for connection in self._connections.values():
+            connection.is_half_open = True
+            gone = connection.near if side == "near" else connection.far
+            if gone is not None:
+                gone.transport.abort()
+
+    def heal(self) -> None:
+        """Let everything pass again; ends that were not told are reset now."""
+        self.passing.set()
+        for task, connection in self._connections.items():
+            if connection.is_half_open:
+                connection.abort()
+                task.cancel()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
         task = asyncio.current_task()
         assert task is not None
-        self._connections[task] = (writer,)
+        connection = self._connections[task] = _Connection(writer)
         try:
             with suppress(OSError, asyncio.CancelledError):
-                far_reader, far_writer = await asyncio.open_connection(*self._target)
-                self._connections[task] = (writer, far_writer)
+                far_reader, connection.far = await asyncio.open_connection(*self._target)
                 async with asyncio.TaskGroup() as both:
-                    both.create_task(self._forward(reader, far_writer))
-                    both.create_task(self._forward(far_reader, writer))
+                    both.create_task(self._forward(connection, reader, connection.far))
+                    both.create_task(self._forward(connection, far_reader, writer))
         finally:
-            for each in self._connections.pop(task):
-                each.transport.abort()
+            del self._connections[task]
+            connection.abort()
 
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward(
+        self, connection: _Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         with suppress(OSError):
             while data := await reader.read(65536):
                 await self.passing.wait()
                 if self.delay_s:
                     await asyncio.sleep(self.delay_s)
-                writer.write(data)
-                await writer.drain()
+                if not connection.is_half_open:
+                    writer.write(data)
+                    await writer.drain()
+        if connection.is_half_open:
+            # Until it is healed or cut.
+            await asyncio.get_running_loop().create_future()
         writer.close()
