@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from scheduler_svc.cli import client_commands, delegates
+from scheduler_svc.cli import client_commands, delegates, replay
 from scheduler_svc.cli.options import EPILOG, StrictCommand, settings_command
 from scheduler_svc.config import FrontendSettings, SchedulerSettings, SettingsError, UpSettings
 
@@ -79,6 +79,7 @@ app.command("frontend", cls=StrictCommand, epilog=EPILOG, help="Run a front end:
     settings_command(FrontendSettings, _run_frontend)
 )
 delegates.register(app)
+replay.register(app)
 client_commands.register(app)
 
 

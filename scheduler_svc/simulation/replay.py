@@ -6,6 +6,7 @@ again."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
@@ -289,7 +290,8 @@ _WORTH_TELLING: Final = frozenset(SkipReason) - {
 
 
 def main(path: Path, *, out: TextIO, verify: bool = True, explain: str | None = None) -> int:
-    """Replay `path` and tell the result on `out`. Returns the exit code: 0 the same, 1 different, 2 not readable.
+    """Replay `path` and tell the result on `out`. Returns the exit code: 0 the same, 1 different, 2 not readable (why
+    is told on standard error).
 
     verify: compare every step with the recorded one. explain: id of a request whose story to tell."""
     story = None if explain is None else Story(explain)
@@ -297,7 +299,7 @@ def main(path: Path, *, out: TextIO, verify: bool = True, explain: str | None = 
         replay = Replay(Recording(path), verify=verify)
         replay.run(story)
     except RecordingError as error:
-        print(f"error: {error}", file=out)
+        print(f"error: {error}", file=sys.stderr)
         return EXIT_UNREADABLE
     if story is not None:
         print(f"{story.request_id}:", file=out)

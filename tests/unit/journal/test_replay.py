@@ -253,18 +253,16 @@ def test_a_wrong_answer_of_a_worker_is_replayed_as_the_nothing_it_was(tmp_path: 
     assert "1 answers of workers did not fit" in text
 
 
-def test_a_file_that_is_no_recording_ends_with_usage_error(tmp_path: Path) -> None:
+def test_a_file_that_is_no_recording_ends_with_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "r").write_text("hello\n")
-    code, text = replayed(tmp_path / "r")
-    assert code == 2
-    assert text.startswith("error: ")
+    assert replayed(tmp_path / "r") == (2, "")
+    assert capsys.readouterr().err == f"error: {tmp_path / 'r'} is not a recording of Stepfence\n"
 
 
-def test_damage_in_the_middle_is_told(tmp_path: Path) -> None:
+def test_damage_in_the_middle_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = small_run(tmp_path / "r")
     lines = path.read_text().splitlines(keepends=True)
     lines[9] = "{broken\n"
     path.write_text("".join(lines))
-    code, text = replayed(path)
-    assert code == 2
-    assert "line 10" in text
+    assert replayed(path)[0] == 2
+    assert "line 10" in capsys.readouterr().err
