@@ -38,7 +38,7 @@ def preempt(state: CoreState, rank: RankState, victim: Request, *, beneficiary: 
     victim.num_preemptions += 1
     victim.preempted_at = state.now
     victim.preemption_cause = cause
-    victim.skip_reason = SkipReason.PREEMPTED
+    victim.skip_reason, victim.skipped_in_walk = SkipReason.PREEMPTED, state.num_walks
     rank.preempted_ids.append(victim.request_id)
     if cause in ("rank_lost", "rank_draining"):
         state.totals.num_requeued_after_worker_loss += 1

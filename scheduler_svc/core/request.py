@@ -114,6 +114,7 @@ class Request:
         "skip_prefix_cache",
         "skip_reason",
         "skipped",
+        "skipped_in_walk",
         "status",
         "stops",
         "tokens",
@@ -214,7 +215,9 @@ class Request:
         # Written by the queues: whether it stands in the skipped lane, and its heap entry under priority.
         self.skipped = False
         self.queue_entry: object = None
+        # The last reason for getting nothing, and the walk over the queue in which it was noted.
         self.skip_reason: SkipReason | None = None
+        self.skipped_in_walk = 0
         # Steps of ranks that left it to another rank with a longer cached prefix.
         self.num_passes = 0
 

@@ -104,6 +104,8 @@ class Scheduler:
         rank = state.ranks.get(rank_name)
         if rank is None or (rank.window.is_full and not ignore_window):
             return None
+        if state.pause is PauseState.UNPAUSED and not rank.is_draining:
+            state.num_walks += 1
         draft = StepDraft(rank, 0 if state.pause is PauseState.PAUSED_ALL else state.config.step_budget)
         if throttle is None:
             throttle = is_throttled(state.config.prefill_schedule_interval, rank.num_nonempty_steps)
@@ -134,7 +136,8 @@ class Scheduler:
             if head is not None:
                 reason = SkipReason.STEP_PREEMPTS if draft.preempted else SkipReason.FENCE_AWAITED
                 self.state.admission_stopped = (reason, head)
-                self.state.skip(head, reason)
+                if head not in draft.preempted:
+                    self.state.skip(head, reason)
             return False
         return self.state.pause is PauseState.UNPAUSED and not rank.is_draining
 

@@ -71,6 +71,8 @@ class CoreState:
         self.recent_ends: deque[float] = deque(maxlen=64)
         # Why the last walk over the queue of any rank ended, and at which request.
         self.admission_stopped: tuple[SkipReason, Request] | None = None
+        # Walks over the queue so far: a reason noted in an earlier one is not the present one.
+        self.num_walks = 0
 
     def living(self, request: Request) -> RankState | None:
         """The request's rank, if that epoch of it still lives."""
@@ -79,7 +81,7 @@ class CoreState:
 
     def skip(self, request: Request, reason: SkipReason) -> None:
         """A walk examined the request and gave it nothing (R4)."""
-        request.skip_reason = reason
+        request.skip_reason, request.skipped_in_walk = reason, self.num_walks
         skips = self.totals.skips
         skips[reason] = skips.get(reason, 0) + 1
 

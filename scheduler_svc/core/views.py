@@ -78,12 +78,16 @@ def explain(state: CoreState, request: Request) -> Explanation:
 
 
 def _why_not_scheduled(state: CoreState, rank: RankState, request: Request) -> tuple[SkipReason | None, str]:
-    if request.last_fence == rank.window.newest_fence and request.last_fence > 0:
-        return None, f"in step {rank.window.newest_step} of {rank.name}"
+    in_newest = request.last_fence == rank.window.newest_fence and request.last_fence > 0
+    if in_newest and request.has_rows_in_flight:
+        step_seq = next(r.step_seq for r in rank.window.records if r.fence_seq == request.last_fence)
+        return None, f"in step {step_seq} of {rank.name}"
     if state.pause is PauseState.PAUSED_ALL:
         return SkipReason.PAUSED, SkipReason.PAUSED.value
     if rank.stopped_at is not None and request.admission_number >= rank.stopped_at[1]:
         return rank.stopped_at[0], rank.stopped_at[0].value
+    if in_newest:
+        return None, f"in the last step of {rank.name}, which is answered"
     reason = request.skip_reason or SkipReason.NOT_EXAMINED
     return reason, reason.value
 
@@ -96,7 +100,7 @@ def _why_not_admitted(state: CoreState, request: Request) -> tuple[SkipReason, s
     admitting = [rank for rank in state.ranks.values() if not rank.is_draining]
     if not admitting:
         return SkipReason.RANK_DRAINING, SkipReason.RANK_DRAINING.value
-    if request.skip_reason is not None:
+    if request.skip_reason is not None and request.skipped_in_walk == state.num_walks:
         return request.skip_reason, request.skip_reason.value
     stopped = state.admission_stopped
     # Whoever it was that stopped the walk may have ended since.
