@@ -9,11 +9,11 @@ AssertionErrors (InvariantViolation, WorkerViolation, CoreViolation)."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from scheduler_svc.core import invariants
-from scheduler_svc.core.config import Fence, SchedulerConfig
+from scheduler_svc.core.config import Fence, PreemptFenced, SchedulerConfig
 from scheduler_svc.core.events import (
     AbortCause,
     DraftsProposed,
@@ -49,6 +49,10 @@ from scheduler_svc.simulation import step_rules
 from scheduler_svc.simulation.simulated_worker import VOCAB_SIZE, SimulatedWorker, StepResult, TokenSource
 from scheduler_svc.simulation.snapshot import snapshot
 from scheduler_svc.simulation.step_rules import Before, PlannedStep
+
+# Far above what the largest world needs.
+_MAX_CLOSING_ROUNDS = 20_000
+_LONGER_THAN_ANY_DEADLINE_S = 1e6
 
 
 class CoreViolation(AssertionError):
@@ -95,6 +99,9 @@ class RankLink:
     preempted_ids: list[str] = field(default_factory=list)
     finished_ids: list[str] = field(default_factory=list)
     rows: dict[int, Client] = field(default_factory=dict)
+    # By row: its blocks. By block: slots of it, from its first, that steps sent so far fill.
+    tables: dict[int, list[int]] = field(default_factory=dict)
+    filled: dict[int, int] = field(default_factory=dict)
     # Ids preempted by a reset since the last step: these may be resumed by the very step that says so.
     reset_ids: set[str] = field(default_factory=set)
     last_result: StepResult | None = None
@@ -114,6 +121,8 @@ class CheckedCore:
         # How often what was reached; see core_simulation for those that must be.
         self.reached: Counter[str] = Counter()
         self.late_results: list[tuple[str, StepResult]] = []
+        # Takes in every effect and every step, when somebody wants to compare runs.
+        self.transcript: Callable[[str], None] | None = None
         self._by_handle: dict[int, Client] = {}
         self._num_events = 0
         self._num_epochs: Counter[str] = Counter()
@@ -219,6 +228,8 @@ class CheckedCore:
         before = Before.of(self.scheduler, rank) if deep else None
         output = self.scheduler.schedule(name)
         effects = self.scheduler.take_effects()
+        if self.transcript is not None:
+            self.transcript(f"{output!r} {effects!r}")
         self._follow(effects)
         link = self.links[name]
         if output is not None:
@@ -227,6 +238,7 @@ class CheckedCore:
         if before is not None:
             problems = step_rules.violations(PlannedStep(self.scheduler, rank, before, output, tuple(effects)))
             _demand(not problems, "; ".join(problems))
+            self._check_published(link)
             invariants.check(self.scheduler.state)
         return output
 
@@ -323,6 +335,44 @@ class CheckedCore:
         self.reached["drain"] += 1
         self._handle(DrainStarted())
 
+    def run_to_the_end(self, pools: dict[str, int], choose: Callable[[Sequence[str]], str]) -> None:
+        """Nothing arrives any more, every rank of `pools` is up and nothing is paused: everything ends, and nothing is
+        left (23, I10). `choose` says whose acknowledgement comes next."""
+        self.pause(PauseState.UNPAUSED)
+        for request in list(self.scheduler.state.queue):
+            self.compile_grammar(request.request_id)
+        for name, num_blocks in pools.items():
+            if name in self.links and self.scheduler.state.ranks[name].is_draining:
+                self.lose(name, blameless=True)
+            if name not in self.links:
+                self.join(name, num_blocks, self.config.max_model_len)
+        for _ in range(_MAX_CLOSING_ROUNDS):
+            self._plan_closing_steps()
+            busy = [name for name, link in self.links.items() if link.worker.num_waiting]
+            if busy:
+                self.acknowledge(choose(busy))
+            elif not self.clients:
+                break
+            else:
+                # Nothing can run: only time can help.
+                self.tick(self.config.no_worker_grace_s)
+        self.tick(_LONGER_THAN_ANY_DEADLINE_S)
+        self.check_idle()
+        workers = [link.worker for link in self.links.values()]
+        self.reached["drafts accepted"] += sum(w.num_drafts_accepted for w in workers)
+        self.reached["drafts rejected"] += sum(w.num_drafts_rejected for w in workers)
+
+    def _plan_closing_steps(self) -> None:
+        """Fill the windows. Where the scheduler preempts although blocks wait for a fence (the reference, with a
+        fence) that may go on for ever: every shortage empties the whole rank, whose prefills then start again together.
+        There, one step at a time."""
+        if self.config.fence is Fence.ALWAYS and self.config.preempt_fenced is PreemptFenced.ALLOWED:
+            for name, link in self.links.items():
+                if not link.worker.num_waiting:
+                    self.schedule(name)
+        else:
+            self.schedule_all()
+
     # --- questions ----------------------------------------------------------------------------------------------------
 
     def work_that_can_run(self) -> bool:
@@ -377,6 +427,8 @@ class CheckedCore:
         if not keeps_half:
             self._half_progress = False
         effects = self.scheduler.handle(event)
+        if self.transcript is not None:
+            self.transcript(repr(effects))
         self._follow(effects)
         if not isinstance(event, RequestArrived):
             self._look()
@@ -504,7 +556,23 @@ class CheckedCore:
         gone = set(link.preempted_ids) | set(link.finished_ids)
         link.preempted_ids, link.finished_ids = [], []
         for number in [n for n, c in link.rows.items() if c.event.request_id in gone]:
-            del link.rows[number]
+            del link.rows[number], link.tables[number]
+        self._enter(link, output, gone)
+        for row, block in zip(output.appended_rows, output.appended_blocks, strict=True):
+            link.tables[row].append(block)
+            link.filled[block] = 0
+        for row, n in zip(output.rows, output.num_tokens, strict=True):
+            client = link.rows[row]
+            # With drafts in flight only the core knows how far it counts.
+            end = self.scheduler.state.requests[client.event.request_id].computed
+            self._fill(link, row, end - n, end)
+            again = min(client.position + n, client.recomputed_below) - client.position
+            client.num_recomputed_tokens += max(again, 0)
+            client.position += n
+        link.worker.dispatch(output)
+
+    def _enter(self, link: RankLink, output: SchedulerOutput, gone: set[str]) -> None:
+        """Rows that are new to the worker's batch."""
         for new in output.new_requests:
             client = self.clients[new.request_id]
             _demand(new.token_ids.tolist() == client.tokens, f"{new.request_id} is sent with wrong tokens")
@@ -519,13 +587,21 @@ class CheckedCore:
             if client.num_cached_tokens is None:
                 client.num_cached_tokens = new.num_computed_tokens
             link.rows[new.row] = client
+            link.tables[new.row] = table = new.block_table.tolist()
+            link.filled.update(dict.fromkeys(table[new.num_computed_tokens // self.config.block_size :], 0))
         link.reset_ids.clear()
-        for row, n in zip(output.rows, output.num_tokens, strict=True):
-            client = link.rows[row]
-            again = min(client.position + n, client.recomputed_below) - client.position
-            client.num_recomputed_tokens += max(again, 0)
-            client.position += n
-        link.worker.dispatch(output)
+
+    def _fill(self, link: RankLink, row: int, start: int, end: int) -> None:
+        size, table, filled = self.config.block_size, link.tables[row], link.filled
+        for index in range(start // size, -(-end // size)):
+            filled[table[index]] = max(filled[table[index]], min(end - index * size, size))
+
+    def _check_published(self, link: RankLink) -> None:
+        """Every block in the prefix index was, or will be, computed by a step that was really sent (28)."""
+        for _, blocks in self.scheduler.state.ranks[link.name].kv.pool.index.entries():
+            for block in blocks:
+                full = link.filled.get(block) == self.config.block_size
+                _demand(full, f"block {block} of {link.name} is published, but no step computes it")
 
     def _check_order(self, link: RankLink) -> None:
         rank = self.scheduler.state.ranks[link.name]

@@ -16,6 +16,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from random import Random
 
 from scheduler_svc.core.config import Fence, Policy, PreemptFenced, SchedulerConfig
@@ -89,8 +90,7 @@ MUST_REACH = (
     "queued: GRAMMAR_NOT_READY",
     "idle, nothing left",
 )
-# Events after which a world must have come to rest, and steps to its end.
-_MAX_CLOSING_ROUNDS = 20_000
+_SHARE_OF_CROWDED = 0.25
 _TRACE_LENGTH = 60
 _NUM_STREAMS = 4
 
@@ -188,8 +188,25 @@ def _common_settings(random: Random) -> dict[str, object]:
     }
 
 
+def _crowd(random: Random, settings: dict[str, object]) -> dict[str, object]:
+    """Many half-computed prompts beside each other, the later ones often the more urgent: who runs is preempted by whom
+    comes behind it in the same step, after having been given tokens and blocks."""
+    return settings | {
+        "block_size": random.choice((1, 2)),
+        "max_num_seqs": 10,
+        "max_num_batched_tokens": max(16, int(str(settings["max_num_batched_tokens"]))),
+        "policy": Policy.PRIORITY,
+        "enable_prefix_caching": True,
+        "long_prefill_token_threshold": random.choice((2, 3, 5)),
+        "scheduler_reserve_full_isl": False,
+        "watermark": 0.0,
+    }
+
+
 def _default_config(random: Random) -> SchedulerConfig:
     settings = _common_settings(random)
+    if random.random() < _SHARE_OF_CROWDED:
+        settings = _crowd(random, settings)
     return SchedulerConfig(
         **settings,  # type: ignore[arg-type]
         fence=random.choice((Fence.ALWAYS, Fence.ALWAYS, Fence.TRANSFERS)),
@@ -206,6 +223,8 @@ def _reference_config(random: Random) -> SchedulerConfig:
     """The reference's settings, with those of ours that may be mixed in. Results of an earlier run may come after a
     resume only within a window of two, which is why deeper ones keep resume_settled."""
     settings = _common_settings(random)
+    if random.random() < _SHARE_OF_CROWDED:
+        settings = _crowd(random, settings)
     depth = settings["max_inflight_steps"]
     assert isinstance(depth, int)
     proposes = bool(settings["num_speculative_tokens"]) and random.random() < 0.3
@@ -299,30 +318,8 @@ class Simulation:
             core.drain()
             self._arrive()
         self._note("closing")
-        core.pause(PauseState.UNPAUSED)
-        for request in list(core.scheduler.state.queue):
-            core.compile_grammar(request.request_id)
-        for index, num_blocks in enumerate(self.world.pools):
-            name = f"r{index}"
-            if name in core.links and core.scheduler.state.ranks[name].is_draining:
-                core.lose(name, blameless=True)
-            if name not in core.links:
-                core.join(name, num_blocks, self.world.config.max_model_len)
-        for _ in range(_MAX_CLOSING_ROUNDS):
-            core.schedule_all()
-            busy = [name for name, link in core.links.items() if link.worker.num_waiting]
-            if busy:
-                core.acknowledge(self.random.choice(busy))
-            elif not core.clients:
-                break
-            else:
-                # Nothing can run: only time can help.
-                core.tick(self.world.config.no_worker_grace_s)
-        core.tick(1e6)
-        core.check_idle()
-        workers = [link.worker for link in core.links.values()]
-        core.reached["drafts accepted"] += sum(w.num_drafts_accepted for w in workers)
-        core.reached["drafts rejected"] += sum(w.num_drafts_rejected for w in workers)
+        pools = {f"r{index}": num_blocks for index, num_blocks in enumerate(self.world.pools)}
+        core.run_to_the_end(pools, self.random.choice)
 
     # --- moves --------------------------------------------------------------------------------------------------------
 
@@ -370,6 +367,9 @@ class Simulation:
         is_repetitive = random.random() < world.repetitive_share
         salt = random.choice("ab") if random.random() < world.salt_share else ""
         by_priority = world.config.policy is Policy.PRIORITY
+        # Among equals the reference preempts the one admitted first. Without the gate that keeps half-fitting prompts
+        # out, two equals can then take each other's place for ever; the service never makes any.
+        ties = by_priority and world.config.scheduler_reserve_full_isl and random.random() < 0.5
         return RequestArrived(
             request_id=request_id,
             handle=handle,
@@ -382,7 +382,7 @@ class Simulation:
             cache_salt=salt,
             sampling=(REPETITIVE if is_repetitive else b"h") + salt.encode(),
             deadline=self.core.now + random.uniform(0, 4) if random.random() < world.deadline_share else None,
-            arrival=float(random.randrange(3)) if by_priority and random.random() < 0.5 else None,
+            arrival=float(random.randrange(3)) if ties else None,
             skip_prefix_cache=random.random() < 0.05,
             awaits_grammar=random.random() < world.grammar_share,
         )
@@ -524,6 +524,15 @@ def play(seed: int, *, is_checked: bool, num_events: int = 1200) -> Counter[str]
     reached["worlds checked after every event"] += is_checked
     reached["steps checked after every event"] += reached["steps"] if is_checked else 0
     return reached
+
+
+def world_digest(seed: int, num_events: int = 1200) -> str:
+    """SHA-256 of every effect and every step of a world, in order: the same in every process."""
+    digest = sha256()
+    simulation = Simulation(World.draw(seed), stride=97)
+    simulation.core.transcript = lambda text: digest.update(text.encode())
+    simulation.run(num_events)
+    return digest.hexdigest()
 
 
 def not_reached(reached: Counter[str]) -> list[str]:

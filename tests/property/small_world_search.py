@@ -1,0 +1,362 @@
+"""Every state that a small world can reach, visited once.
+
+A world is a configuration, one rank with a pool of some blocks, and room for some arrivals. From every state every move
+is tried: the arrival of every kind of request that is allowed, the abort of every live one, the acknowledgement of the
+oldest step, the planning of the next. States are compared by `snapshot`, so what only differs in names is visited once.
+
+In every state that is reached: all invariants hold; every live request has a reason or a row; with work waiting and
+nothing in flight the next step runs a token (a step that only preempts may come before it); and no sequence of steps
+and acknowledgements comes back to where it was, so that every request ends however the two are interleaved. An idle
+state has nothing left of anybody.
+
+All prompts and texts are beginnings of one endless text, whose token at position i is i: sharing of prefixes is then as
+likely as it can be."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+
+from scheduler_svc.core import invariants
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.events import (
+    AbortCause,
+    RankJoined,
+    RequestAborted,
+    RequestArrived,
+    RequestPreempted,
+    StepAcked,
+)
+from scheduler_svc.core.inflight import InflightWindow, StepRecord
+from scheduler_svc.core.kv.block_pool import BlockPool
+from scheduler_svc.core.kv.deferred import ParkedFrees
+from scheduler_svc.core.kv.manager import KvManager
+from scheduler_svc.core.kv.prefix_index import HashChain, PrefixIndex
+from scheduler_svc.core.queues import WaitingQueue
+from scheduler_svc.core.rank import RankState
+from scheduler_svc.core.request import FINISHED, Request
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.state import CoreState
+from scheduler_svc.simulation.snapshot import snapshot
+from scheduler_svc.simulation.step_rules import Before, PlannedStep, queued_without_reason, violations
+
+RANK = "r"
+_LONGEST_TEXT = 64
+
+
+class SmallWorldViolation(AssertionError):
+    """A reachable state in which something is wrong; the message ends with the moves that lead there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A kind of request."""
+
+    num_prompt_tokens: int
+    max_tokens: int
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SmallWorld:
+    config: SchedulerConfig
+    num_blocks: int
+    arrivals: tuple[Arrival, ...]
+    max_requests: int
+
+
+@dataclass(slots=True)
+class Count:
+    states: int = 0
+    transitions: int = 0
+    idle_states: int = 0
+    deepest: int = 0
+
+    def add(self, other: Count) -> None:
+        self.states += other.states
+        self.transitions += other.transitions
+        self.idle_states += other.idle_states
+        self.deepest = max(self.deepest, other.deepest)
+
+
+Move = Arrival | str
+_SCHEDULE = "schedule"
+_ACK = "ack"
+
+
+class _Node:
+    """A state of the core, the arrivals still to come, and per step in flight the blocks that it reads or writes."""
+
+    __slots__ = ("arrivals_left", "key", "moves", "reads", "state")
+
+    def __init__(self, state: CoreState, arrivals_left: int, reads: tuple[frozenset[int], ...]) -> None:
+        self.state = state
+        self.arrivals_left = arrivals_left
+        self.reads = reads
+        self.key = 0
+        # Those not tried yet, last first.
+        self.moves: list[Move] = []
+
+    def fork(self) -> _Node:
+        return _Node(clone(self.state), self.arrivals_left, self.reads)
+
+
+class Search:
+    """Depth first through one small world."""
+
+    def __init__(self, world: SmallWorld) -> None:
+        self.world = world
+        self.count = Count()
+        # Works on the state of one node after another.
+        self._scheduler = Scheduler(world.config)
+        self._done: set[int] = set()
+        self._on_path: set[int] = set()
+        self._path: list[Move] = []
+        size = world.config.block_size
+        chain = HashChain(size, "", enabled=True)
+        text = array("i", range(_LONGEST_TEXT))
+        self._digests = {chain.digest(i, text): i for i in range(_LONGEST_TEXT // size)}
+
+    def run(self) -> Count:
+        """Visit every state. Raises SmallWorldViolation."""
+        longest = self.world.config.max_model_len
+        self._scheduler.handle(RankJoined(RANK, 1, self.world.num_blocks, longest, _LONGEST_TEXT))
+        try:
+            self._walk(_Node(self._scheduler.state, self.world.max_requests, ()))
+        except Exception as problem:
+            moves = ", ".join(str(move) for move in self._path)
+            raise SmallWorldViolation(f"{type(problem).__name__}: {problem}; moves: {moves}") from problem
+        return self.count
+
+    def _walk(self, root: _Node) -> None:
+        root.key = self._key(root)
+        self._enter(root)
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            if not node.moves:
+                self._done.add(node.key)
+                self._on_path.discard(node.key)
+                stack.pop()
+                del self._path[-1:]
+                continue
+            move = node.moves.pop()
+            child = node.fork()
+            self._path.append(move)
+            if self._apply(child, move) and self._is_new(child, node):
+                self._enter(child)
+                stack.append(child)
+                self.count.deepest = max(self.count.deepest, len(stack))
+            else:
+                self._path.pop()
+
+    def _is_new(self, child: _Node, parent: _Node) -> bool:
+        self.count.transitions += 1
+        key = child.key = self._key(child)
+        if key == parent.key or key in self._done:
+            return False
+        _demand(key not in self._on_path, "steps and acknowledgements lead back to where they started")
+        return True
+
+    def _key(self, node: _Node) -> int:
+        return hash((node.arrivals_left, snapshot(node.state, self._digests.get, with_ids=False)))
+
+    # --- one state ----------------------------------------------------------------------------------------------------
+
+    def _enter(self, node: _Node) -> None:
+        """A new state: look at it, list its moves."""
+        self.count.states += 1
+        self._on_path.add(node.key)
+        state = node.state
+        invariants.check(state)
+        rank = state.ranks[RANK]
+        if node.arrivals_left:
+            node.moves += self.world.arrivals
+        node.moves += state.requests
+        if len(rank.window):
+            node.moves.append(_ACK)
+        elif state.requests:
+            self._demand_progress(node)
+        else:
+            self.count.idle_states += 1
+            _demand_nothing_left(rank)
+        if not rank.window.is_full:
+            node.moves.append(_SCHEDULE)
+
+    def _demand_progress(self, node: _Node) -> None:
+        """Work waits and nothing is in flight: the next step runs a token, or the one after a step that preempts."""
+        scheduler = self._scheduler
+        scheduler.state = clone(node.state)
+        for _ in range(2):
+            output = scheduler.schedule(RANK)
+            if output is not None and output.total_num_tokens:
+                return
+            if not any(isinstance(effect, RequestPreempted) for effect in scheduler.take_effects()):
+                break
+            scheduler.handle(StepAcked(RANK, 1, scheduler.state.ranks[RANK].window.newest_step, []))
+        _demand(False, f"nothing is in flight, nothing runs, but {list(node.state.requests.values())} live")
+
+    # --- moves --------------------------------------------------------------------------------------------------------
+
+    def _apply(self, node: _Node, move: Move) -> bool:
+        """Whether it was possible."""
+        self._scheduler.state = node.state
+        if isinstance(move, Arrival):
+            return self._arrive(node, move)
+        if move == _SCHEDULE:
+            self._schedule(node)
+        elif move == _ACK:
+            self._acknowledge(node)
+        else:
+            self._scheduler.handle(RequestAborted(move, AbortCause.ABORTED))
+        return True
+
+    def _arrive(self, node: _Node, arrival: Arrival) -> bool:
+        node.arrivals_left -= 1
+        number = node.state.next_sequence
+        prompt = array("i", range(arrival.num_prompt_tokens))
+        event = RequestArrived(
+            f"q{number}", number + 1, prompt, max_tokens=arrival.max_tokens, priority=arrival.priority
+        )
+        before = len(node.state.requests)
+        self._scheduler.handle(event)
+        return len(node.state.requests) > before
+
+    def _schedule(self, node: _Node) -> None:
+        scheduler, rank = self._scheduler, node.state.ranks[RANK]
+        before = Before.of(scheduler, rank)
+        output = scheduler.schedule(RANK)
+        effects = tuple(scheduler.take_effects())
+        problems = violations(PlannedStep(scheduler, rank, before, output, effects)) + queued_without_reason(scheduler)
+        _demand(not problems, "; ".join(problems))
+        if output is not None:
+            given = set(output.appended_blocks)
+            for new in output.new_requests:
+                given.update(new.block_table[new.num_computed_tokens // rank.kv.block_size :])
+            taken = given.intersection(*node.reads) if rank.kv.deferring and node.reads else ()
+            _demand(not taken, f"blocks {taken} are given out while a step in flight reads them")
+            requests = rank.window.records[-1].requests
+            node.reads = (*node.reads, frozenset(block for request in requests for block in request.blocks))
+
+    def _acknowledge(self, node: _Node) -> None:
+        record = node.state.ranks[RANK].window.oldest
+        assert record is not None
+        sampled = [
+            0 if request.status in FINISHED else request.num_tokens
+            for request, expected in zip(record.requests, record.expected, strict=True)
+            if expected
+        ]
+        self._scheduler.handle(StepAcked(RANK, 1, record.step_seq, sampled))
+        node.reads = node.reads[1:]
+
+
+def _demand_nothing_left(rank: RankState) -> None:
+    all_free = rank.kv.pool.num_free == rank.kv.num_usable and not rank.kv.parked
+    all_rows = rank.has_news or not rank.released_rows
+    _demand(all_free and all_rows and not rank.running, "something is left of somebody")
+
+
+def _demand(holds: bool, message: str) -> None:
+    if not holds:
+        raise SmallWorldViolation(message)
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+# copy.deepcopy takes a hundred times as long, and these are most of the search.
+
+
+def clone(old: CoreState) -> CoreState:
+    """The same state once more. Shared are what nothing decides by (counts) and digests, which only depend on
+    tokens."""
+    new: CoreState = CoreState.__new__(CoreState)
+    new.__dict__.update(old.__dict__)
+    copies: dict[Request, Request] = {}
+    for request in old.requests.values():
+        _clone_request(request, copies)
+    new.requests = {request_id: copies[request] for request_id, request in old.requests.items()}
+    new.ranks = {name: _clone_rank(rank, copies) for name, rank in old.ranks.items()}
+    queue = new.queue = WaitingQueue(old.config.policy)
+    for old_lane, new_lane in ((old.queue.waiting, queue.waiting), (old.queue.skipped, queue.skipped)):
+        for request in old_lane:
+            new_lane.append(copies[request])
+    queue.num_prompt_tokens = old.queue.num_prompt_tokens
+    if old.admission_stopped is not None:
+        reason, request = old.admission_stopped
+        new.admission_stopped = (reason, _clone_request(request, copies))
+    for request in copies.values():
+        if request.rank is not None:
+            request.rank = new.ranks[request.rank.name]
+    new.effects, new.unholdable_since, new.deadlines = [], {}, []
+    return new
+
+
+def _clone_request(old: Request, copies: dict[Request, Request]) -> Request:
+    new = copies.get(old)
+    if new is None:
+        new = copies[old] = Request.__new__(Request)
+        _copy_fields(old, new, _REQUEST_FIELDS, _request_values)
+        new.tokens, new.blocks = old.tokens[:], old.blocks[:]
+    return new
+
+
+def _copy_fields(
+    old: object, new: object, names: tuple[str, ...], values: Callable[[object], tuple[object, ...]]
+) -> None:
+    for name, value in zip(names, values(old), strict=True):
+        setattr(new, name, value)
+
+
+def _clone_rank(old: RankState, copies: dict[Request, Request]) -> RankState:
+    new: RankState = RankState.__new__(RankState)
+    _copy_fields(old, new, _RANK_FIELDS, _rank_values)
+    new._admissions, new.free_rows, new.released_rows = old._admissions[:], old.free_rows[:], old.released_rows[:]
+    new.finished_ids, new.preempted_ids = old.finished_ids[:], old.preempted_ids[:]
+    new.running = [copies[request] for request in old.running]
+    window = new.window = InflightWindow(old.window.depth)
+    _copy_fields(old.window, window, _WINDOW_FIELDS, _window_values)
+    for r in old.window.records:
+        requests = [_clone_request(request, copies) for request in r.requests]
+        window._records.append(
+            StepRecord(
+                r.step_seq,
+                r.fence_seq,
+                requests,
+                r.num_tokens,
+                r.runs,
+                r.expected,
+                r.num_sampling,
+                r.has_drafts,
+                r.released_rows,
+            )
+        )
+    new.kv = _clone_kv(old.kv)
+    return new
+
+
+def _clone_kv(old: KvManager) -> KvManager:
+    new: KvManager = KvManager.__new__(KvManager)
+    _copy_fields(old, new, _KV_FIELDS, _kv_values)
+    new.parked = ParkedFrees()
+    new.parked._queue.extend(old.parked)
+    new.parked.unannounced = old.parked.unannounced[:]
+    pool = new.pool = BlockPool.__new__(BlockPool)
+    pool.num_blocks, pool.num_parked = old.pool.num_blocks, old.pool.num_parked
+    pool.refs, pool._stack = old.pool.refs[:], old.pool._stack[:]
+    pool._cached, pool._parked_refs = OrderedDict(old.pool._cached), dict(old.pool._parked_refs)
+    index = pool.index = PrefixIndex.__new__(PrefixIndex)
+    index._digest_of = old.pool.index._digest_of[:]
+    index._blocks = {d: b[:] if isinstance(b, list) else b for d, b in old.pool.index._blocks.items()}
+    return new
+
+
+_REQUEST_FIELDS = tuple(Request.__slots__)
+_RANK_FIELDS = tuple(RankState.__slots__)
+_WINDOW_FIELDS = ("acked_fence", "acked_step", "newest_fence", "newest_step")
+_KV_FIELDS = tuple(KvManager.__slots__)
+_request_values = attrgetter(*_REQUEST_FIELDS)
+_rank_values = attrgetter(*_RANK_FIELDS)
+_window_values = attrgetter(*_WINDOW_FIELDS)
+_kv_values = attrgetter(*_KV_FIELDS)

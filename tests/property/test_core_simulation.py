@@ -1,0 +1,131 @@
+"""Random worlds (docs/simulation.md), as many as every test run plays; and that they would find something."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from scheduler_svc.core import policy, running, settlement
+from scheduler_svc.core.draft import StepDraft
+from scheduler_svc.core.events import StepAcked
+from scheduler_svc.core.kv.manager import KvManager
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.state import CoreState
+from scheduler_svc.simulation.core_simulation import SimulationFailure, not_reached, play, simulate, world_digest
+
+# Worlds in which each planted fault must be found.
+NUM_WORLDS = 60
+
+
+@pytest.mark.timeout(600)
+def test_random_worlds_break_no_rule_and_reach_what_they_must() -> None:
+    reached = simulate(100_000, seed=1, checked_share=0.15)
+    print(f"{reached['steps']} steps in {reached['worlds']} worlds")
+    assert not_reached(reached) == []
+    assert reached["steps checked after every event"] > 5_000
+
+
+def ignore_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = KvManager.free
+
+    def free_now(self: KvManager, request: Request, *, acked_fence: int, newest_fence: int, reason: str) -> None:
+        free(self, request, acked_fence=newest_fence, newest_fence=newest_fence, reason=reason)
+
+    monkeypatch.setattr(KvManager, "free", free_now)
+
+
+def apply_late_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    acknowledge = settlement.acknowledge
+
+    def acknowledge_any(state: CoreState, event: StepAcked) -> None:
+        rank = state.ranks.get(event.rank)
+        if rank is not None and rank.window.oldest is not None:
+            event = replace(event, epoch=rank.epoch, step_seq=rank.window.oldest.step_seq)
+        acknowledge(state, event)
+
+    monkeypatch.setattr(settlement, "acknowledge", acknowledge_any)
+
+
+def forget_hashes_of_the_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KvManager, "unpublish", lambda self, request, num_published: None)
+
+
+def preempt_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first(candidates: list[Request], order: object) -> Request:
+        return candidates[0]
+
+    monkeypatch.setattr(policy, "_worst", first)
+
+
+def keep_the_budget_of_the_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    withdraw = StepDraft.withdraw
+
+    def withdraw_and_keep(self: StepDraft, victim: Request) -> None:
+        budget = self.budget
+        withdraw(self, victim)
+        self.budget = min(self.budget, budget)
+
+    monkeypatch.setattr(StepDraft, "withdraw", withdraw_and_keep)
+
+
+def drop_tokens_of_earlier_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drop(state: CoreState, request: Request, run: int, row: list[int], expected: int) -> bool:
+        request.awaited -= expected
+        return False
+
+    monkeypatch.setattr(settlement, "_append_stale", drop)
+
+
+def never_wait_for_a_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_room = running._make_room
+
+    def make_room_in_vain(*arguments: object) -> bool:
+        draft = arguments[2]
+        assert isinstance(draft, StepDraft)
+        made: bool = make_room(*arguments)  # type: ignore[arg-type]
+        draft._fence_needs.clear()
+        return made
+
+    monkeypatch.setattr(running, "_make_room", make_room_in_vain)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "plant",
+    [
+        ignore_the_fence,
+        apply_late_results,
+        forget_hashes_of_the_withdrawn,
+        preempt_the_first,
+        drop_tokens_of_earlier_runs,
+    ],
+    ids=lambda plant: plant.__name__,
+)
+def test_random_worlds_find_a_planted_fault(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(SimulationFailure):
+        for seed in range(1, NUM_WORLDS):
+            play(seed, is_checked=True, num_events=300)
+
+
+@pytest.mark.parametrize("seed", [3, 11, 23])
+def test_a_world_says_the_same_in_every_process(seed: int) -> None:
+    script = f"from scheduler_svc.simulation.core_simulation import world_digest; print(world_digest({seed}, 400))"
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for hash_seed in ("1", "4711")
+    }
+    assert digests == {world_digest(seed, 400)}
