@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
+
+import numpy as np
 
 from scheduler_svc.core.config import Policy
 from scheduler_svc.core.events import RefusalReason, RequestArrived, RequestRefused
@@ -76,7 +79,7 @@ def _bad_tokens(state: CoreState, event: RequestArrived) -> RequestRefused | Non
             f"max_tokens {event.max_tokens} and min_tokens {event.min_tokens} must be 0 <= min_tokens <= max_tokens.",
         )
     vocab_size = state.vocab_size
-    if vocab_size is not None and not (min(event.prompt) >= 0 and max(event.prompt) < vocab_size):
+    if vocab_size is not None and _largest_id(event.prompt) >= vocab_size:
         return _refuse(
             event,
             RefusalReason.INVALID_PARAMETER,
@@ -84,6 +87,12 @@ def _bad_tokens(state: CoreState, event: RequestArrived) -> RequestRefused | Non
             vocab_size=vocab_size,
         )
     return None
+
+
+def _largest_id(prompt: array[int]) -> int:
+    """Of a prompt's ids, negative ones counting as larger than any. A long prompt must not hold up the loop: Python's
+    own min and max take a millisecond for 32,768 ids."""
+    return int(np.frombuffer(prompt, dtype=np.uint32).max())
 
 
 def _full_queue(state: CoreState, event: RequestArrived) -> RequestRefused | None:
