@@ -53,11 +53,21 @@ class Executor:
 
     `on_answer` gets one answer for every submitted step of an epoch that is not over, in order, on the event loop.
     After an answer with a failure nothing more comes for that epoch.
+
+    Where there are no threads (a simulation), a subclass replaces `start`, `stop`, `_enqueue` and `_post`; what is done
+    to the runner and to epochs stays. `clock_ns` measures what answers say about times.
     """
 
-    def __init__(self, load: Callable[[], Runner], on_answer: Callable[[Epoch, StepAnswer], None]) -> None:
+    def __init__(
+        self,
+        load: Callable[[], Runner],
+        on_answer: Callable[[Epoch, StepAnswer], None],
+        *,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
         self._load: Final = load
         self._on_answer: Final = on_answer
+        self._clock_ns: Final = clock_ns
         self._commands: Final[queue.Queue[Callable[[], None] | None]] = queue.Queue(MAX_STAGED_COMMANDS)
         self._uncollected: Final[queue.Queue[_InFlight | None]] = queue.Queue()
         self._thread: Final = threading.Thread(target=self._run, name="step-executor", daemon=True)
@@ -83,7 +93,7 @@ class Executor:
 
     def submit(self, epoch: Epoch, step: Step) -> None:
         """Stage a step that was accepted. Raises NotReady when the queue is full, which a window cannot cause."""
-        received_at_ns = time.monotonic_ns()
+        received_at_ns = self._clock_ns()
         self._enqueue(lambda: self._launch(epoch, step, received_at_ns))
 
     def stop(self, timeout_s: float) -> bool:
@@ -140,7 +150,7 @@ class Executor:
     def _launch(self, epoch: Epoch, step: Step, received_at_ns: int) -> None:
         if epoch.is_over or self._loaded is None:
             return
-        launched_at_ns = time.monotonic_ns()
+        launched_at_ns = self._clock_ns()
         staged_us = (launched_at_ns - received_at_ns) // 1000
         try:
             launched = self._loaded.runner.launch(step)
@@ -173,7 +183,7 @@ class Executor:
             step_seq=item.step.step_seq,
             output=output,
             staged_us=item.staged_us,
-            executed_us=(time.monotonic_ns() - item.launched_at_ns) // 1000,
+            executed_us=(self._clock_ns() - item.launched_at_ns) // 1000,
         )
         self._post(lambda: self._on_answer(item.epoch, answer))
 
@@ -194,7 +204,7 @@ class Executor:
             failure=kind,
             message=f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS],
             staged_us=staged_us,
-            executed_us=(time.monotonic_ns() - launched_at_ns) // 1000,
+            executed_us=(self._clock_ns() - launched_at_ns) // 1000,
         )
         self._post(lambda: self._on_answer(epoch, answer))
 

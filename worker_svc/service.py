@@ -44,6 +44,8 @@ Requests = AsyncIterator[worker_service_pb2.RunStepsRequest]
 Context = grpc.aio.ServicerContext[Any, Any]
 # Turns one answer into those that are really given; the scripted worker uses it to answer wrongly on purpose.
 Distortion = Callable[[StepAnswer], Iterable[StepAnswer]]
+# Makes what drives the runner, as Executor does.
+MakeExecutor = Callable[[Callable[[], Runner], Callable[[Epoch, StepAnswer], None]], Executor]
 
 SERVICE_NAME: Final = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 # How long a failure of the device waits for its answer to be read before the process exits all the same.
@@ -55,7 +57,10 @@ _DRAIN_QUIET_S: Final = 0.25
 
 class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
     """Call `start` once it is registered with a listening server. `failed` gets a message when the process must
-    exit."""
+    exit.
+
+    Time comes from the running loop; `incarnation` (None: drawn) and `make_executor` are for those who want neither
+    chance nor threads."""
 
     def __init__(
         self,
@@ -64,10 +69,12 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         keep_state_s: float = 10.0,
         open_timeout_s: float = 10.0,
         distort: Distortion | None = None,
+        incarnation: int | None = None,
+        make_executor: MakeExecutor = Executor,
     ) -> None:
-        self.incarnation: Final = secrets.randbits(64)
+        self.incarnation: Final = secrets.randbits(64) if incarnation is None else incarnation
         self.failed: Final[asyncio.Future[str]] = asyncio.get_running_loop().create_future()
-        self._executor: Final = Executor(load, self._on_answer)
+        self._executor: Final = make_executor(load, self._on_answer)
         self._keep_state_s: Final = keep_state_s
         self._open_timeout_s: Final = open_timeout_s
         self._distort: Final = distort

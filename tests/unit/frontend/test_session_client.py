@@ -18,7 +18,7 @@ from scheduler_svc.frontend.session_client import Outbox, SessionClient
 from scheduler_svc.frontend.text import ByteTokenizer, Tokenizer
 from stepfence.v1 import model_pb2, session_service_pb2
 from stepfence.v1.session_service_pb2 import AttachRequest, AttachResponse
-from tests.unit.frontend.virtual_time import run
+from tests.support.virtual_time import run_virtually as run
 
 SAMPLING = ResolvedSampling(0, 1, 0, 0, 10, 0, 1, (), ())
 
