@@ -135,6 +135,12 @@ class World:
     eagerness: float
     drains: bool
 
+    @property
+    def is_crowded(self) -> bool:
+        """See _crowd."""
+        config = self.config
+        return config.policy is Policy.PRIORITY and config.max_num_seqs == 10 and not config.scheduler_reserve_full_isl
+
     @classmethod
     def draw(cls, seed: int) -> World:
         random = Random(seed)
@@ -194,7 +200,7 @@ def _crowd(random: Random, settings: dict[str, object]) -> dict[str, object]:
     return settings | {
         "block_size": random.choice((1, 2)),
         "max_num_seqs": 10,
-        "max_num_batched_tokens": max(16, int(str(settings["max_num_batched_tokens"]))),
+        "max_num_batched_tokens": random.choice((10, 24)) if settings["enable_chunked_prefill"] else 64,
         "policy": Policy.PRIORITY,
         "enable_prefix_caching": True,
         "long_prefill_token_threshold": random.choice((2, 3, 5)),
