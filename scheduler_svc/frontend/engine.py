@@ -97,6 +97,7 @@ class FrontEnd:
             self._session.num_live_streams -= 1
             if not self._session.num_live_streams:
                 self._idle.set()
+                self._session.no_stream_left()
 
     # --- requests ---
 

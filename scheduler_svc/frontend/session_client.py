@@ -144,8 +144,13 @@ class Outbox:
         (self._frames[-1] if self._frames else self._open()).text_ended.append(text_ended)
         self.filled.set()
 
+    def nudge(self) -> None:
+        """Have a frame sent although there is nothing to put into it."""
+        self.filled.set()
+
     def take(self) -> AttachRequest | None:
         if not self._frames:
+            self.filled.clear()
             return None
         frame = self._frames.popleft()
         self._num_bytes -= sum(submit.ByteSize() for submit in frame.submits)
@@ -261,6 +266,10 @@ class SessionClient:
         """A stop string completed within output token num_tokens - 1."""
         if handle in self._sinks:
             self._outbox.put_text_ended(session_service_pb2.TextEnded(handle=handle, num_tokens=num_tokens))
+
+    def no_stream_left(self) -> None:
+        """The last client stream ended: tell now what the next heartbeat would tell, so that idle looks idle at once."""
+        self._outbox.nudge()
 
     def _free_handle(self) -> int:
         while self._next_handle in self._sinks:

@@ -165,6 +165,27 @@ def test_something_is_sent_every_second_with_the_number_of_open_streams() -> Non
     run(scenario())
 
 
+def test_the_end_of_the_last_stream_is_told_before_the_next_heartbeat() -> None:
+    async def scenario() -> None:
+        transport = MemoryTransport()
+        session = client(transport)
+        running = asyncio.create_task(session.run())
+        await until_ready(session)
+        session.num_live_streams = 1
+        await asyncio.sleep(5.1)
+        session.num_live_streams = 0
+        session.no_stream_left()
+        await asyncio.sleep(0.1)
+        frames = transport.streams[0].sent
+        assert frames[-1][1].num_live_streams == 0
+        num_frames = len(frames)
+        await asyncio.sleep(0.5)
+        assert len(transport.streams[0].sent) == num_frames
+        running.cancel()
+
+    run(scenario())
+
+
 def test_the_model_is_asked_for_until_a_worker_has_joined() -> None:
     async def scenario() -> None:
         transport = MemoryTransport()
