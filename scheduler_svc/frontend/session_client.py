@@ -268,7 +268,7 @@ class SessionClient:
             self._outbox.put_text_ended(session_service_pb2.TextEnded(handle=handle, num_tokens=num_tokens))
 
     def no_stream_left(self) -> None:
-        """The last client stream ended: tell now what the next heartbeat would tell, so that idle looks idle at once."""
+        """The last client stream ended: say so now and not with the next heartbeat, so that idle looks idle at once."""
         self._outbox.nudge()
 
     def _free_handle(self) -> int:
