@@ -25,6 +25,7 @@ import logging
 import os
 import types
 import typing
+import zlib
 from array import array
 from binascii import Error as Base64Error
 from binascii import a2b_base64, b2a_base64
@@ -477,5 +478,5 @@ def _raw_lines(path: Path) -> Iterator[bytes]:
             yield from lines
     except EOFError:
         return
-    except (OSError, gzip.BadGzipFile) as error:
+    except (OSError, zlib.error) as error:
         raise RecordingError(f"{path} cannot be read: {error}") from None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
+import random
 import subprocess
 import sys
 from array import array
@@ -266,3 +268,16 @@ def test_damage_in_the_middle_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
     path.write_text("".join(lines))
     assert replayed(path)[0] == 2
     assert "line 10" in capsys.readouterr().err
+
+
+def test_whatever_bytes_change_the_replay_ends_with_an_answer(tmp_path: Path) -> None:
+    whole = small_run(tmp_path / "r").read_bytes()
+    rng = random.Random(5)
+    codes = set()
+    for number in range(600):
+        data = bytearray(whole if number % 4 else gzip.compress(whole))
+        for _ in range(rng.choice([1, 1, 5])):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        (tmp_path / "changed").write_bytes(data)
+        codes.add(replayed(tmp_path / "changed")[0])
+    assert codes == {0, 1, 2}
