@@ -21,7 +21,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 CALLERS_PATH := $(PATH)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup up check test test-long bench proto proto-baseline clean
+.PHONY: help setup up check test test-long sim bench proto proto-baseline clean
 .DEFAULT_GOAL := help
 
 help: ## Show the targets.
@@ -51,6 +51,9 @@ test-long: $(DEV_STAMP) ## The tests that take much longer.
 
 bench: $(DEV_STAMP) ## Benchmarks: figures and ratios of one run, not gates.
 	python -m tests.bench.scheduler_step --running 256
+
+sim: $(DEV_STAMP) ## Search a million random steps for a broken rule (docs/simulation.md), about ten minutes.
+	$(BIN)/python -m scheduler_svc.simulation.core_simulation --steps 1000000 $(ARGS)
 
 proto: $(DEV_STAMP) ## Format the protos and generate the Python beside them.
 	buf format --write protos

@@ -551,7 +551,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=1_000_000, help="steps to plan, all worlds together")
     parser.add_argument("--seed", type=int, default=1, help="seed of the first world; the next one is one more")
     parser.add_argument("--check", choices=("every", "sampled"), default="sampled", help="look after every event, or")
-    parser.add_argument("--checked-share", type=float, default=0.1, help="only in this share of the worlds")
+    parser.add_argument("--checked-share", type=float, default=0.3, help="only in this share of the worlds")
     parser.add_argument("--world", type=int, help="play only this world, checking after every event")
     options = parser.parse_args(arguments)
     started = time.monotonic()
