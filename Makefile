@@ -49,6 +49,10 @@ test: $(DEV_STAMP) ## The tests, about ten minutes on two cores.
 test-long: $(DEV_STAMP) ## The tests that take much longer.
 	pytest -m "long and not gpu" --timeout 7200 $(ARGS)
 
+.PHONY: mutants
+mutants: $(DEV_STAMP) ## Plant faults in the core, one at a time: each must be caught by a test.
+	python -m tests.mutants $(ARGS)
+
 bench: $(DEV_STAMP) ## Benchmarks: figures and ratios of one run, not gates.
 	python -m tests.bench.scheduler_step --running 256
 

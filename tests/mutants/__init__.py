@@ -1,0 +1,1 @@
+"""Planted faults: are the tests of the core worth anything? `make mutants`."""
