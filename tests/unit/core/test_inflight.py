@@ -88,11 +88,11 @@ def test_in_flight_and_awaited_follow_the_rows() -> None:
         world.schedule()
         seen.append((request.settled, request.in_flight, request.awaited))
     assert seen == [(0, 4, 0), (0, 6, 1), (0, 7, 2)]
-    seen = []
+    after = []
     for _ in range(3):
         world.ack()
-        seen.append((request.settled, request.in_flight, request.awaited, request.num_tokens))
-    assert seen == [(4, 3, 2, 6), (6, 1, 1, 7), (7, 0, 0, 8)]
+        after.append((request.settled, request.in_flight, request.awaited, request.num_tokens))
+    assert after == [(4, 3, 2, 6), (6, 1, 1, 7), (7, 0, 0, 8)]
     world.run()
 
 
