@@ -1,8 +1,10 @@
 """Every state that a small world can reach, visited once.
 
-A world is a configuration, one rank with a pool of some blocks, and room for some arrivals. From every state every move
-is tried: the arrival of every kind of request that is allowed, the abort of every live one, the acknowledgement of the
-oldest step, the planning of the next. States are compared by `snapshot`, so what only differs in names is visited once.
+A world is a configuration, one rank with a pool of some blocks, and room for some arrivals and some faults. From every
+state every move is tried: the arrival of every kind of request that is allowed, the abort of every live one, the
+acknowledgement of the oldest step, the planning of the next, and as a fault the loss of the rank (which comes back at
+once) or a reset of the prefix cache that preempts. States are compared by `snapshot`, so what only differs in names is
+visited once.
 
 In every state that is reached: all invariants hold; every live request has a reason or a row; with work waiting and
 nothing in flight the next step runs a token (a step that only preempts may come before it); and no sequence of steps
@@ -24,7 +26,9 @@ from scheduler_svc.core import invariants
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.events import (
     AbortCause,
+    PrefixCacheResetRequested,
     RankJoined,
+    RankLost,
     RequestAborted,
     RequestArrived,
     RequestPreempted,
@@ -66,6 +70,7 @@ class SmallWorld:
     num_blocks: int
     arrivals: tuple[Arrival, ...]
     max_requests: int
+    max_faults: int = 0
 
 
 @dataclass(slots=True)
@@ -85,23 +90,29 @@ class Count:
 Move = Arrival | str
 _SCHEDULE = "schedule"
 _ACK = "ack"
+_LOSE = "lose"
+_RESET = "reset"
 
 
 class _Node:
-    """A state of the core, the arrivals still to come, and per step in flight the blocks that it reads or writes."""
+    """A state of the core, the arrivals and faults still to come, and per step in flight the blocks that it reads or
+    writes."""
 
-    __slots__ = ("arrivals_left", "key", "moves", "reads", "state")
+    __slots__ = ("arrivals_left", "faults_left", "key", "moves", "reads", "state")
 
-    def __init__(self, state: CoreState, arrivals_left: int, reads: tuple[frozenset[int], ...]) -> None:
+    def __init__(
+        self, state: CoreState, arrivals_left: int, faults_left: int, reads: tuple[frozenset[int], ...]
+    ) -> None:
         self.state = state
         self.arrivals_left = arrivals_left
+        self.faults_left = faults_left
         self.reads = reads
         self.key = 0
         # Those not tried yet, last first.
         self.moves: list[Move] = []
 
     def fork(self) -> _Node:
-        return _Node(clone(self.state), self.arrivals_left, self.reads)
+        return _Node(clone(self.state), self.arrivals_left, self.faults_left, self.reads)
 
 
 class Search:
@@ -110,6 +121,9 @@ class Search:
     def __init__(self, world: SmallWorld) -> None:
         self.world = world
         self.count = Count()
+        # For a look at the search itself: stop early; see that a move never changes the state it starts from.
+        self.max_states: int | None = None
+        self.demand_independent_copies = False
         # Works on the state of one node after another.
         self._scheduler = Scheduler(world.config)
         self._done: set[int] = set()
@@ -122,10 +136,9 @@ class Search:
 
     def run(self) -> Count:
         """Visit every state. Raises SmallWorldViolation."""
-        longest = self.world.config.max_model_len
-        self._scheduler.handle(RankJoined(RANK, 1, self.world.num_blocks, longest, _LONGEST_TEXT))
+        self._join(epoch=1)
         try:
-            self._walk(_Node(self._scheduler.state, self.world.max_requests, ()))
+            self._walk(_Node(self._scheduler.state, self.world.max_requests, self.world.max_faults, ()))
         except Exception as problem:
             moves = ", ".join(str(move) for move in self._path)
             raise SmallWorldViolation(f"{type(problem).__name__}: {problem}; moves: {moves}") from problem
@@ -135,7 +148,7 @@ class Search:
         root.key = self._key(root)
         self._enter(root)
         stack = [root]
-        while stack:
+        while stack and self.count.states != self.max_states:
             node = stack[-1]
             if not node.moves:
                 self._done.add(node.key)
@@ -152,6 +165,8 @@ class Search:
                 self.count.deepest = max(self.count.deepest, len(stack))
             else:
                 self._path.pop()
+            if self.demand_independent_copies:
+                _demand(self._key(node) == node.key, "a move changed the state it started from")
 
     def _is_new(self, child: _Node, parent: _Node) -> bool:
         self.count.transitions += 1
@@ -162,7 +177,7 @@ class Search:
         return True
 
     def _key(self, node: _Node) -> int:
-        return hash((node.arrivals_left, snapshot(node.state, self._digests.get, with_ids=False)))
+        return hash((node.arrivals_left, node.faults_left, snapshot(node.state, self._digests.get, with_ids=False)))
 
     # --- one state ----------------------------------------------------------------------------------------------------
 
@@ -176,6 +191,8 @@ class Search:
         if node.arrivals_left:
             node.moves += self.world.arrivals
         node.moves += state.requests
+        if node.faults_left and state.requests:
+            node.moves += (_LOSE, _RESET)
         if len(rank.window):
             node.moves.append(_ACK)
         elif state.requests:
@@ -196,7 +213,8 @@ class Search:
                 return
             if not any(isinstance(effect, RequestPreempted) for effect in scheduler.take_effects()):
                 break
-            scheduler.handle(StepAcked(RANK, 1, scheduler.state.ranks[RANK].window.newest_step, []))
+            rank = scheduler.state.ranks[RANK]
+            scheduler.handle(StepAcked(RANK, rank.epoch, rank.window.newest_step, []))
         _demand(False, f"nothing is in flight, nothing runs, but {list(node.state.requests.values())} live")
 
     # --- moves --------------------------------------------------------------------------------------------------------
@@ -210,6 +228,8 @@ class Search:
             self._schedule(node)
         elif move == _ACK:
             self._acknowledge(node)
+        elif move in (_LOSE, _RESET):
+            self._break(node, move)
         else:
             self._scheduler.handle(RequestAborted(move, AbortCause.ABORTED))
         return True
@@ -224,6 +244,20 @@ class Search:
         before = len(node.state.requests)
         self._scheduler.handle(event)
         return len(node.state.requests) > before
+
+    def _join(self, epoch: int) -> None:
+        longest = self.world.config.max_model_len
+        self._scheduler.handle(RankJoined(RANK, epoch, self.world.num_blocks, longest, _LONGEST_TEXT))
+
+    def _break(self, node: _Node, fault: str) -> None:
+        node.faults_left -= 1
+        if fault == _RESET:
+            self._scheduler.handle(PrefixCacheResetRequested(preempt_running=True))
+            return
+        epoch = node.state.ranks[RANK].epoch
+        self._scheduler.handle(RankLost(RANK, "lost"))
+        self._join(epoch + 1)
+        node.reads = ()
 
     def _schedule(self, node: _Node) -> None:
         scheduler, rank = self._scheduler, node.state.ranks[RANK]
@@ -242,14 +276,15 @@ class Search:
             node.reads = (*node.reads, frozenset(block for request in requests for block in request.blocks))
 
     def _acknowledge(self, node: _Node) -> None:
-        record = node.state.ranks[RANK].window.oldest
+        rank = node.state.ranks[RANK]
+        record = rank.window.oldest
         assert record is not None
         sampled = [
             0 if request.status in FINISHED else request.num_tokens
             for request, expected in zip(record.requests, record.expected, strict=True)
             if expected
         ]
-        self._scheduler.handle(StepAcked(RANK, 1, record.step_seq, sampled))
+        self._scheduler.handle(StepAcked(RANK, rank.epoch, record.step_seq, sampled))
         node.reads = node.reads[1:]
 
 
@@ -287,7 +322,7 @@ def clone(old: CoreState) -> CoreState:
         reason, request = old.admission_stopped
         new.admission_stopped = (reason, _clone_request(request, copies))
     for request in copies.values():
-        if request.rank is not None:
+        if request.rank is not None and old.ranks.get(request.rank.name) is request.rank:
             request.rank = new.ranks[request.rank.name]
     new.effects, new.unholdable_since, new.deadlines = [], {}, []
     return new
@@ -315,6 +350,7 @@ def _clone_rank(old: RankState, copies: dict[Request, Request]) -> RankState:
     new._admissions, new.free_rows, new.released_rows = old._admissions[:], old.free_rows[:], old.released_rows[:]
     new.finished_ids, new.preempted_ids = old.finished_ids[:], old.preempted_ids[:]
     new.running = [copies[request] for request in old.running]
+    new.reserved_for = None if old.reserved_for is None else copies[old.reserved_for]
     window = new.window = InflightWindow(old.window.depth)
     _copy_fields(old.window, window, _WINDOW_FIELDS, _window_values)
     for r in old.window.records:

@@ -19,6 +19,7 @@ def world(
     depth: int,
     max_requests: int = 3,
     max_tokens: int = 4,
+    max_faults: int = 0,
     prompts: range = PROMPTS,
     **settings: object,
 ) -> SmallWorld:
@@ -40,7 +41,7 @@ def world(
         for num_tokens in range(1, max_tokens + 1)
         for priority in priorities
     ]
-    return SmallWorld(config, num_usable + 1, tuple(kinds), max_requests)
+    return SmallWorld(config, num_usable + 1, tuple(kinds), max_requests, max_faults)
 
 
 def explore(worlds: list[SmallWorld]) -> Count:
@@ -69,6 +70,24 @@ def test_three_small_requests_always_end(policy: Policy) -> None:
     pools = (2, 3, 4) if policy is Policy.FCFS else (3,)
     worlds = [world(policy=policy, num_usable=n, depth=2, max_tokens=2, prompts=range(1, 4)) for n in pools]
     assert explore(worlds).states > 10_000
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("policy", Policy)
+def test_two_requests_always_end_although_the_rank_is_lost(policy: Policy) -> None:
+    """Two requests, prompts 1 to 3, max_tokens 1 to 3, two faults (rank lost, or cache reset with requests running)."""
+    fewest = range(1, 4) if policy is Policy.FCFS else range(2, 4)
+    worlds = [world(policy=policy, num_usable=3, depth=2, max_requests=2, max_faults=2, max_tokens=2, prompts=fewest)]
+    assert explore(worlds).states > 10_000
+
+
+def test_a_copy_of_a_state_lives_on_its_own() -> None:
+    """Every move out of every state of a world with faults leaves the state as it was."""
+    search = Search(world(policy=Policy.PRIORITY, num_usable=3, depth=2, max_requests=2, max_faults=2, max_tokens=2))
+    search.demand_independent_copies = True
+    search.max_states = 1_500
+    search.run()
+    assert search.count.states == 1_500
 
 
 def test_a_search_finds_a_way_back_to_where_it_was() -> None:
