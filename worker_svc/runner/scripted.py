@@ -225,11 +225,11 @@ class ScriptedRunner:
         for request in step.added:
             self._enter(request)
             self._memory.claim(self._split_table(request)[1], step.processed_step_seq, self._name(request.row))
-        for request in step.added:
-            self._memory.share(self._split_table(request)[0])
         for row, block in zip(step.appended_rows.tolist(), step.appended_blocks.tolist(), strict=True):
             self._memory.claim([block], step.processed_step_seq, self._name(row))
             self._rows[row].table.append(block)
+        for request in step.added:
+            self._memory.share(self._split_table(request)[0])
         output = self._execute(step)
         for fault in faults:
             output = _falsify(output, fault.kind)

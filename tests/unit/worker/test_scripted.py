@@ -153,6 +153,16 @@ def test_rows_of_one_step_may_read_what_it_writes() -> None:
     assert _run(runner, steps.next({1: 1, 0: 9}, new=new)) == 2 * complete(tokens, 1, Sampling())
 
 
+def test_rows_of_one_step_may_read_what_it_writes_into_an_appended_block() -> None:
+    """Found by the simulation: the chunk that fills an appended block is hit by a request admitted in the same step."""
+    runner, steps = _runner(), Steps()
+    tokens = list(range(1, 12))
+    _run(runner, steps.next({0: 4}, new=[added("a", 0, tokens, [1])]))
+    shares = added("b", 1, tokens[:9], [1, 2, 5], num_computed=8)
+    step = steps.next({0: 7, 1: 1}, new=[shares], appended=[(0, 2), (0, 3)])
+    assert _run(runner, step) == complete(tokens, 1, Sampling()) + complete(tokens[:9], 1, Sampling())
+
+
 def test_a_block_of_a_living_table_is_not_given_out() -> None:
     runner, steps = _runner(), Steps()
     _two_prefixes(runner, steps)
