@@ -8,7 +8,8 @@ Workloads (SmolLM2-135M, greedy, end-of-sequence ids ignored, no prefix cache):
   prefill   one request of 1,024 tokens; 1,024 / time for 1 new token
 
 Runs of the engines alternate; the table shows medians. The CPU share is CPU seconds / (wall * threads): a run that did
-not get its cores says so, and an OpenMP team that loses one for a moment stalls whole. The last line is JSON.
+not get its cores says so, and an OpenMP team that loses one for a moment stalls whole. Where the machine is busy,
+compare tokens per CPU second at --threads 1: time spent waiting for a core is not in it. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -96,17 +97,34 @@ class Transformers:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Tokens per second and the share of its cores the process had."""
+    """Tokens per second, tokens per second of CPU time, and the share of its cores the process had."""
 
     rate: float
+    cpu_rate: float
     cpu_share: float
 
 
-def _timed(work: Callable[[], object], threads: int) -> tuple[float, float]:
-    wall, cpu = time.perf_counter(), time.process_time()
+@dataclass(frozen=True, slots=True)
+class _Time:
+    wall: float
+    cpu: float
+
+    def __sub__(self, other: _Time) -> _Time:
+        return _Time(self.wall - other.wall, self.cpu - other.cpu)
+
+    def measured(self, tokens: int, threads: int) -> Measured:
+        """Rates of `tokens` tokens in this time."""
+        return Measured(tokens / self.wall, tokens / self.cpu, self.cpu / (self.wall * threads))
+
+
+def _now() -> _Time:
+    return _Time(time.perf_counter(), time.process_time())
+
+
+def _timed(work: Callable[[], object]) -> _Time:
+    start = _now()
     work()
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    return wall, cpu / (wall * threads)
+    return _now() - start
 
 
 def _ids(rng: random.Random, num: int) -> list[int]:
@@ -126,23 +144,20 @@ def offline_prompts() -> list[list[int]]:
 def offline(engine: Engine, threads: int) -> Measured:
     """Output tokens per second of the whole batch."""
     prompts = offline_prompts()
-    wall, share = _timed(lambda: engine.generate(prompts, OUTPUTS), threads)
-    return Measured(NUM_REQUESTS * OUTPUTS / wall, share)
+    return _timed(lambda: engine.generate(prompts, OUTPUTS)).measured(NUM_REQUESTS * OUTPUTS, threads)
 
 
 def decode(engine: Engine, threads: int) -> Measured:
     """Tokens per second of one stream."""
     prompt = _ids(random.Random(2), DECODE_PROMPT)
-    first, _ = _timed(lambda: engine.generate([prompt], 1), threads)
-    wall, share = _timed(lambda: engine.generate([prompt], DECODED + 1), threads)
-    return Measured(DECODED / (wall - first), share)
+    first = _timed(lambda: engine.generate([prompt], 1))
+    return (_timed(lambda: engine.generate([prompt], DECODED + 1)) - first).measured(DECODED, threads)
 
 
 def prefill(engine: Engine, threads: int) -> Measured:
     """Prompt tokens per second."""
     prompt = _ids(random.Random(3), PREFILLED)
-    wall, share = _timed(lambda: engine.generate([prompt], 1), threads)
-    return Measured(PREFILLED / wall, share)
+    return _timed(lambda: engine.generate([prompt], 1)).measured(PREFILLED, threads)
 
 
 WORKLOADS = {"offline": offline, "decode": decode, "prefill": prefill}
@@ -162,6 +177,7 @@ def measure(engines: dict[str, Engine], names: Sequence[str], threads: int, repe
             "tokens_per_s": round(statistics.median(m.rate for m in found), 1),
             "lowest": round(min(m.rate for m in found), 1),
             "highest": round(max(m.rate for m in found), 1),
+            "tokens_per_cpu_s": round(statistics.median(m.cpu_rate for m in found), 1),
             "cpu_share": round(statistics.median(m.cpu_share for m in found), 2),
         }
         for (workload, name), found in runs.items()
@@ -194,13 +210,12 @@ def main() -> None:
     if not arguments.no_transformers:
         engines["transformers"] = Transformers(arguments.dtype, arguments.threads)
     results = measure(engines, names, arguments.threads, arguments.repeats)
-    print(f"{'workload':10} {'engine':14} {'tokens/s':>9} {'lowest':>9} {'highest':>9} {'CPU share':>10}")
+    heads = ("tokens/s", "lowest", "highest", "per CPU s", "CPU share")
+    print(f"{'workload':10} {'engine':14}" + "".join(f" {head:>9}" for head in heads))
     for key, row in results.items():
         workload, _, name = key.partition("/")
-        print(
-            f"{workload:10} {name:14} {row['tokens_per_s']:9.1f} {row['lowest']:9.1f} {row['highest']:9.1f} "
-            f"{row['cpu_share']:10.2f}"
-        )
+        print(f"{workload:10} {name:14}" + "".join(f" {value:9.1f}" for value in list(row.values())[:-1]), end="")
+        print(f" {row['cpu_share']:9.2f}")
     facts = {"dtype": arguments.dtype, "threads": arguments.threads, "torch": torch.__version__, "cpu": _cpu_name()}
     print(json.dumps(facts | {"repeats": arguments.repeats, "results": results}))
 

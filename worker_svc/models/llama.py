@@ -90,10 +90,14 @@ class Llama:
         """Run T tokens through the network, writing their KV; logits of step.logit_tokens as float32 [S, vocab]."""
         cos, sin = self._rope.rows(step.positions)
         x = self._embedding.index_select(0, step.token_ids)
+        last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            x = self._attend(index, layer, x, step, cos, sin, kv, attention)
-            x = self._mlp(layer, x)
-        x = rms_scale(x.index_select(0, step.logit_tokens), self.config.rms_norm_eps).mul_(self._final_norm)
+            mixed = self._attend(index, layer, x, step, cos, sin, kv, attention)
+            if index == last:
+                # Behind the last attention only the tokens whose logits are wanted matter.
+                x, mixed = x.index_select(0, step.logit_tokens), mixed.index_select(0, step.logit_tokens)
+            x = self._mlp(layer, layer.out.add_to(x, mixed))
+        x = rms_scale(x, self.config.rms_norm_eps).mul_(self._final_norm)
         return self._head(x).float()
 
     def _attend(
@@ -116,8 +120,7 @@ class Llama:
         v = qkv[:, rotated * config.head_dim :]
         kv.write(index, step.slots, qk.view(num_tokens, -1)[:, config.q_size :], v)
         fresh = (k, v.view(num_tokens, config.num_kv_heads, config.head_dim))
-        mixed = attention.attend(step.attention_plan, q, kv.keys[index], kv.values[index], fresh)
-        return layer.out.add_to(x, mixed)
+        return attention.attend(step.attention_plan, q, kv.keys[index], kv.values[index], fresh)
 
     def _mlp(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
         inner = self.config.intermediate_size
