@@ -3,6 +3,7 @@
 #   make up                     scheduler, front end and one CPU worker with a real model (ARGS="--runner scripted" ...)
 #   make check                  format, lint, types, import contracts, protos
 #   make test                   the tests (ARGS="tests/unit -k settings" ...)
+#   make compose-test           docker compose up for real (WHEELS=dir with a CPU wheel of torch: the real worker, too)
 #
 # Where pip finds torch: by default where it finds everything else. PyPI's torch for Linux brings gigabytes of CUDA
 # libraries; for a machine without a GPU:  make up TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -12,6 +13,7 @@ TORCH_SPEC ?= torch>=2.11,<2.14
 TORCH_INDEX ?=
 PIP_FLAGS ?=
 ARGS ?=
+WHEELS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -58,6 +60,9 @@ bench: $(DEV_STAMP) ## Benchmarks: figures and ratios of one run, not gates.
 
 sim: $(DEV_STAMP) ## Search a million random steps for a broken rule (docs/simulation.md), about ten minutes.
 	$(BIN)/python -m scheduler_svc.simulation.core_simulation --steps 1000000 $(ARGS)
+
+compose-test: $(DEV_STAMP) ## Tests of images and compose files, with a Docker engine of their own where none runs.
+	WHEELS="$(WHEELS)" tests/e2e/compose/run.sh $(ARGS)
 
 proto: $(DEV_STAMP) ## Format the protos and generate the Python beside them.
 	buf format --write protos

@@ -1,29 +1,36 @@
 # Worker for the CPU. torch comes from a wheel in deploy/docker/wheels when one lies there, else from TORCH_INDEX.
 ARG BASE=python:3.11-slim-bookworm
 
+# What pyproject.toml names, as a file of its own: other changes of pyproject.toml leave the layers below alone.
+FROM ${BASE} AS requirements
+COPY pyproject.toml deploy/docker/dependencies.py /
+RUN python /dependencies.py /pyproject.toml worker > /requirements.txt
+
 FROM ${BASE} AS build
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ARG TORCH_SPEC="torch>=2.11,<2.14"
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_CONSTRAINT=/src/deploy/docker/constraints.txt
-WORKDIR /src
-RUN python -m venv /opt/stepfence
-COPY deploy/docker/constraints.txt deploy/docker/dependencies.py deploy/docker/
+ARG TORCH_SPEC="torch==2.13.0"
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=/constraints.txt
+COPY deploy/docker/constraints.txt /
+RUN python -m venv --without-pip /opt/stepfence && pip install --quiet hatchling
 COPY deploy/docker/wheels /wheels
-RUN if ls /wheels/torch-*.whl >/dev/null 2>&1; \
-    then /opt/stepfence/bin/pip install --quiet /wheels/torch-*.whl; \
-    else /opt/stepfence/bin/pip install --quiet --index-url "${TORCH_INDEX}" "${TORCH_SPEC}"; fi
-COPY pyproject.toml deploy/docker/
-RUN python deploy/docker/dependencies.py deploy/docker/pyproject.toml worker > /tmp/requirements.txt \
-    && /opt/stepfence/bin/pip install --quiet -r /tmp/requirements.txt
+# Without what torch needs itself: that comes from the ordinary index with the rest, in the versions of constraints.txt.
+RUN if ls /wheels/torch-*.whl >/dev/null 2>&1; then set -- /wheels/torch-*.whl; \
+    else set -- --index-url "${TORCH_INDEX}" "${TORCH_SPEC}"; fi \
+    && pip --python /opt/stepfence/bin/python install --quiet --no-deps "$@"
+COPY --from=requirements /requirements.txt /
+RUN pip --python /opt/stepfence/bin/python install --quiet -r /requirements.txt
+# The code becomes a layer of its own.
+WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY protos protos
 COPY scheduler_svc scheduler_svc
 COPY worker_svc worker_svc
-RUN /opt/stepfence/bin/pip install --quiet --no-deps . \
-    && /opt/stepfence/bin/pip uninstall --quiet --yes pip setuptools
+RUN pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /wheel . \
+    && pip --python /opt/stepfence/bin/python install --quiet --no-deps --prefix /opt/code /wheel/*.whl
 
 FROM ${BASE}
 COPY --from=build /opt/stepfence /opt/stepfence
+COPY --from=build /opt/code /opt/stepfence
 # The model lives here, in a volume: fetched once.
 RUN mkdir -p /var/cache/stepfence && chown 10001:10001 /var/cache/stepfence
 ENV PATH=/opt/stepfence/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 STEPFENCE_LOG_FORMAT=json \
