@@ -34,7 +34,8 @@ def test_only_what_the_table_says(before: Status, after: Status) -> None:
 
 def test_the_named_sets() -> None:
     assert set(TRANSITIONS) == set(Status) == LIVE | FINISHED and not LIVE & FINISHED
-    assert BLOCKED < QUEUED and LIVE == QUEUED | {Status.RUNNING}
+    not_queued = LIVE - QUEUED
+    assert BLOCKED < QUEUED < LIVE and not_queued == {Status.RUNNING}
     assert all(not TRANSITIONS[status] for status in FINISHED)
     for status in LIVE:
         assert Status.FINISHED_ABORTED in TRANSITIONS[status] and Status.FINISHED_ERROR in TRANSITIONS[status]
