@@ -450,6 +450,14 @@ class RankClient:
         newest = self._next_wire_seq - 1
         if opened.executed_step_seq > newest:
             raise WorkerProtocolError(f"step {opened.executed_step_seq} executed, the newest sent is {newest}")
+        acknowledged = newest - len(self._steps)
+        if opened.executed_step_seq < acknowledged:
+            # Replaying the rest would only be refused for its gap.
+            raise LinkRejected(
+                "epoch forgotten",
+                f"the worker has executed step {opened.executed_step_seq} of it, {acknowledged} were acknowledged: "
+                "another scheduler opened it meanwhile",
+            )
         log.info(
             "stream to rank opened again",
             extra={"rank": self.rank, "epoch": self._epoch, "num_steps_replayed": len(self._steps)},

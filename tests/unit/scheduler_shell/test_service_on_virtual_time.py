@@ -359,6 +359,23 @@ async def test_a_drained_worker_is_not_opened_again() -> None:
 
 
 @virtually
+async def test_rule_7_a_worker_that_forgot_the_epoch_is_not_sent_the_rest_of_it() -> None:
+    """Found by the simulation: while this scheduler was cut off, another one had opened the same worker process."""
+    async with world(A) as sim:
+        worker = sim.add(A)
+        await sim.up(A)
+        await sim.submit(1, [1, 2, 3], 60)
+        while len(sim.tokens.get(1, [])) < 10:
+            await asyncio.sleep(0.001)
+        worker.cut()
+        worker.double.session = None
+        await sim.over(1)
+        assert sim.tokens[1] == complete([1, 2, 3], 60)
+        assert sim.client(A).epoch == 2
+        assert worker.double.breaches == []
+
+
+@virtually
 async def test_d44_a_misfit_is_asked_again_every_few_seconds() -> None:
     async with world(A, B) as sim:
         sim.add(A)
