@@ -1,0 +1,119 @@
+"""A front end process in the simulation: the real engine and session, behind them the simulated network."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+import grpc.aio
+
+from scheduler_svc.frontend.engine import FrontEnd
+from scheduler_svc.frontend.errors import SessionLost
+from scheduler_svc.frontend.limits import Limits
+from scheduler_svc.frontend.session_client import SessionClient, SessionStream
+from scheduler_svc.frontend.text import Tokenizer, load_tokenizer
+from stepfence.v1 import model_pb2
+from stepfence.v1 import session_service_pb2 as pb
+from tests.simulation.hosts import Process
+from tests.simulation.network import Call, Keepalive, Network
+
+# As CHANNEL_OPTIONS of session_transport and SERVER_OPTIONS have it.
+_TO_SCHEDULER = Keepalive(client_s=10.0, server_s=20.0)
+
+
+class SchedulerNetwork:
+    """SessionTransport over the simulated network."""
+
+    def __init__(self, network: Network, process: Process, source: str, target: str) -> None:
+        self._network = network
+        self._process = process
+        self._source = source
+        self._target = target
+
+    def _call(self, method: str) -> Call:
+        return self._network.call(self._process, self._source, self._target, method, _TO_SCHEDULER)
+
+    def attach(self) -> SessionStream:
+        return _Stream(self._call("Attach"))
+
+    async def get_model(self) -> model_pb2.ModelInfo | None:
+        call = self._call("GetModel")
+        try:
+            await call.send(pb.SessionServiceGetModelRequest().SerializeToString())
+            data = await call.receive()
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                return None
+            raise SessionLost(str(error)) from error
+        finally:
+            call.cancel()
+        assert data is not None
+        return pb.SessionServiceGetModelResponse.FromString(data).model
+
+    async def get_tokenizer(self) -> Sequence[model_pb2.TokenizerChunk]:
+        call = self._call("GetTokenizer")
+        chunks = []
+        try:
+            await call.send(pb.SessionServiceGetTokenizerRequest().SerializeToString())
+            while (data := await call.receive()) is not None:
+                chunks.append(pb.SessionServiceGetTokenizerResponse.FromString(data).chunk)
+        except grpc.aio.AioRpcError as error:
+            raise SessionLost(str(error)) from error
+        finally:
+            call.cancel()
+        return chunks
+
+
+class _Stream:
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    async def send(self, frame: pb.AttachRequest) -> None:
+        try:
+            await self._call.send(frame.SerializeToString())
+        except grpc.aio.AioRpcError as error:
+            raise SessionLost(error.details() or "") from error
+
+    async def receive(self) -> pb.AttachResponse:
+        try:
+            data = await self._call.receive()
+        except grpc.aio.AioRpcError as error:
+            raise SessionLost(error.details() or "") from error
+        if data is None:
+            raise SessionLost("the scheduler ended the stream")
+        return pb.AttachResponse.FromString(data)
+
+    def close(self) -> None:
+        self._call.cancel()
+
+
+async def _load(files: Mapping[str, bytes]) -> Tokenizer:
+    return load_tokenizer(files)
+
+
+class FrontEndProcess:
+    """One life of a front end."""
+
+    def __init__(
+        self, network: Network, address: str, scheduler: str, *, rng: random.Random, now: Callable[[], float]
+    ) -> None:
+        self.address = address
+        self.process = Process(network.loop, address)
+        transport = SchedulerNetwork(network, self.process, address, scheduler)
+        self.session = SessionClient(transport, _load, front_end_id=address, rng=rng)
+        self.front_end = FrontEnd(self.session, limits=Limits(), rng=rng)
+        # When it had no scheduler: the moments of losing one, and whether it has one now.
+        self.lost_at: list[float] = [now()]
+        self._was_attached = False
+        self._now = now
+        self.session.on_change = self._changed
+        self.process.spawn(self.session.run(), "session")
+
+    def _changed(self) -> None:
+        if self._was_attached and not self.session.attached:
+            self.lost_at.append(self._now())
+        self._was_attached = self.session.attached
+
+    def was_without_scheduler_since(self, moment: float) -> bool:
+        """Whether it had no stream to the scheduler at some time since then."""
+        return not self._was_attached or self.lost_at[-1] >= moment
