@@ -58,20 +58,23 @@ def fetch_model(name: str, *, progress: bool = True) -> Path:
 
     Safe to call from several processes at once: one works, the others wait. With `progress` a bar (or plain lines where
     stderr is no terminal) shows the download.
-    Raises ValueError for an unknown name and FetchFailed, with what to do, when the model cannot be had.
+    Raises FetchFailed: the name is unknown, or the model cannot be had or kept; the message says what to do.
     """
     known = KNOWN_MODELS.get(name)
     if known is None:
-        raise ValueError(f"unknown model {name!r}; known: {', '.join(sorted(KNOWN_MODELS))}")
+        raise FetchFailed(f"unknown model {name!r}; known: {', '.join(sorted(KNOWN_MODELS))}")
     models = cache_root() / "models"
     done = _converted(models, known)
     if done is not None:
         return done
-    with locked(cache_root() / "downloads" / f"{name}.lock"):
-        done = _converted(models, known)
-        if done is not None:
-            return done
-        return _fetch_and_convert(known, cache_root() / "downloads", models, reporter(progress))
+    try:
+        with locked(cache_root() / "downloads" / f"{name}.lock"):
+            done = _converted(models, known)
+            if done is not None:
+                return done
+            return _fetch_and_convert(known, cache_root() / "downloads", models, reporter(progress))
+    except OSError as error:  # no right to write, no room left
+        raise FetchFailed(f"{error}; STEPFENCE_CACHE_DIR chooses where models are kept") from error
 
 
 def _converted(models: Path, known: KnownModel) -> Path | None:

@@ -68,11 +68,12 @@ class _KvBudget:
 class ModelRunner:
     """Runner over a Llama-family model. See worker_svc.runner.base for the contract of its methods."""
 
-    def __init__(self, model: Llama, directory: Path, *, max_model_len: int, budget: _KvBudget) -> None:
+    def __init__(self, model: Llama, directory: Path, *, max_model_len: int, budget: _KvBudget, threads: int) -> None:
         self._model = model
         self._directory = directory
         self._max_model_len = max_model_len
         self._budget = budget
+        self._threads = threads
         config = model.config
         self._attention: AttentionBackend = SdpaAttention(
             config.num_heads, config.num_kv_heads, config.head_dim, model.dtype, model.device
@@ -88,8 +89,8 @@ class ModelRunner:
         FetchFailed."""
         device = _device(settings.device)
         dtype = resolve_dtype(settings.dtype, device)
-        if device.type == "cpu":
-            torch.set_num_threads(settings.threads or min(os.cpu_count() or 1, _MAX_THREADS))
+        threads = settings.threads or min(os.cpu_count() or 1, _MAX_THREADS)
+        torch.set_num_threads(threads)
         directory = locate_model(settings.model)
         with torch.inference_mode():
             model = load_model(directory, max_len=settings.max_model_len, dtype=dtype, device=device)
@@ -99,7 +100,7 @@ class ModelRunner:
             )
         budget = _KvBudget(settings.num_blocks, settings.kv_memory, settings.gpu_memory_utilization)
         max_model_len = settings.max_model_len or model.config.max_position_embeddings
-        return cls(model, directory, max_model_len=max_model_len, budget=budget)
+        return cls(model, directory, max_model_len=max_model_len, budget=budget, threads=threads)
 
     @property
     def capabilities(self) -> RunnerCapabilities:
@@ -127,6 +128,8 @@ class ModelRunner:
     def open(self, geometry: Geometry) -> int:
         """No rows, unused pool; returns num_blocks. Raises ValueError when the geometry does not fit."""
         self._check(geometry)
+        # OpenMP keeps the number per calling thread, and steps may come from another one than load() did.
+        torch.set_num_threads(self._threads)
         with torch.inference_mode():
             self._batch = InputBatch(geometry)
             self._last_tokens = torch.zeros(geometry.num_rows, dtype=torch.int64, device=self._model.device)

@@ -248,5 +248,11 @@ def test_two_fetches_at_once_download_once(index: Index) -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="known: .*smollm2"):
+    with pytest.raises(FetchFailed, match="unknown model 'gpt-17'; known: .*smollm2"):
         fetch_model("gpt-17")
+
+
+def test_a_cache_that_cannot_be_written_is_named(index: Index, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where a directory should be")
+    with pytest.raises(FetchFailed, match=r"cache.*STEPFENCE_CACHE_DIR"):
+        fetch_model("tiny", progress=False)
