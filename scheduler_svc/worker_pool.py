@@ -1,13 +1,15 @@
 """All ranks: from the addresses an operator named to one running client each.
 
 HOST:PORT is one rank for good, whenever its process comes and goes. dns:///HOST:PORT is asked every second, and every
-address it has is a rank. One that disappears from the name keeps its rank as long as its stream lives.
+address it has is a rank. One that disappears from the name keeps its rank as long as its stream lives. A name server
+may take many seconds to say that it does not know a name: the next question does not wait for that.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
@@ -18,6 +20,8 @@ log = logging.getLogger(__name__)
 
 _DNS_PREFIX: Final = "dns:///"
 _RESOLVE_PERIOD_S: Final = 1.0
+# Questions about one name that wait for their answers at the same time.
+_MAX_QUESTIONS: Final = 12
 
 
 class WorkerPool:
@@ -33,7 +37,7 @@ class WorkerPool:
         # Which name gave an address; static addresses have none.
         self._names: dict[str, str] = {}
         self._tasks: dict[asyncio.Task[None], str] = {}
-        self._unresolved: dict[str, str] = {}
+        self._unresolved = {target: "not resolved yet" for target in targets if target.startswith(_DNS_PREFIX)}
         self._failure: asyncio.Future[None] | None = None
 
     @property
@@ -99,17 +103,38 @@ class WorkerPool:
         log.info("rank given up", extra={"rank": name})
 
     async def _follow(self, target: str) -> None:
+        questions: deque[asyncio.Task[tuple[str, ...] | OSError]] = deque()
+        try:
+            while True:
+                if len(questions) < _MAX_QUESTIONS:
+                    questions.append(asyncio.create_task(self._ask(target), name=f"resolve {target}"))
+                await asyncio.wait(questions, timeout=_RESOLVE_PERIOD_S, return_when=asyncio.FIRST_COMPLETED)
+                newest = next((index for index in reversed(range(len(questions))) if questions[index].done()), None)
+                if newest is None:
+                    continue
+                self._answered(target, questions[newest].result())
+                # Whoever was asked before, and has not answered yet, knows nothing newer.
+                for _ in range(newest + 1):
+                    questions.popleft().cancel()
+                await asyncio.sleep(_RESOLVE_PERIOD_S)
+        finally:
+            for question in questions:
+                question.cancel()
+
+    async def _ask(self, target: str) -> tuple[str, ...] | OSError:
         host, _, port = target.removeprefix(_DNS_PREFIX).rpartition(":")
-        while True:
-            try:
-                addresses = await self._resolver.resolve(host.strip("[]"), int(port))
-            except OSError as error:
-                # Not known now: whoever was there is taken to be there still.
-                self._note_unresolved(target, f"cannot be resolved: {error}")
-            else:
-                self._note_unresolved(target, "" if addresses else "has no address")
-                self._adjust(target, addresses)
-            await asyncio.sleep(_RESOLVE_PERIOD_S)
+        try:
+            return await self._resolver.resolve(host.strip("[]"), int(port))
+        except OSError as error:
+            return error
+
+    def _answered(self, target: str, answer: tuple[str, ...] | OSError) -> None:
+        if isinstance(answer, OSError):
+            # Not known now: whoever was there is taken to be there still.
+            self._note_unresolved(target, f"cannot be resolved: {answer}")
+            return
+        self._note_unresolved(target, "" if answer else "has no address")
+        self._adjust(target, answer)
 
     def _note_unresolved(self, target: str, cause: str) -> None:
         if cause and self._unresolved.get(target) != cause:

@@ -26,6 +26,8 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_reconnect_backoff_ms", 400),
+    # A scheduler that was started anew may have another address behind the same name; gRPC would look again after 30 s.
+    ("grpc.dns_min_time_between_resolutions_ms", 500),
     # A scheduler whose host vanished sends nothing, not even the end of the connection.
     ("grpc.keepalive_time_ms", 5000),
     ("grpc.keepalive_timeout_ms", 5000),

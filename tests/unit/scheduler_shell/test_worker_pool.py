@@ -1,0 +1,108 @@
+"""How the pool follows a name whose server is slow: what Docker's is when it has to ask further, in vain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+from scheduler_svc.worker_client import RankState
+from scheduler_svc.worker_pool import WorkerPool
+from tests.support.virtual_time import run_virtually
+
+NAME = "dns:///worker:50061"
+
+
+class SlowNames:
+    """An AddressResolver that answers what was true when it was asked; `delay_s` says how much later."""
+
+    def __init__(self) -> None:
+        self.answer: tuple[str, ...] | OSError = OSError("nobody knows")
+        self.delay_s = 10.0
+        self.num_waiting = 0
+        self.most_waiting = 0
+
+    async def resolve(self, host: str, port: int) -> tuple[str, ...]:
+        answer = self.answer
+        self.num_waiting += 1
+        self.most_waiting = max(self.most_waiting, self.num_waiting)
+        try:
+            await asyncio.sleep(self.delay_s)
+        finally:
+            self.num_waiting -= 1
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+
+class QuietClient:
+    """A rank that never connects."""
+
+    def __init__(self, rank: str) -> None:
+        self.rank = rank
+        self.state = RankState.CONNECTING
+        self.cause = "nobody there"
+        self.has_epoch = False
+        self.is_orphaned = False
+
+    async def run(self) -> None:
+        while not self.is_orphaned:
+            await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def _following(names: SlowNames) -> AsyncIterator[WorkerPool]:
+    pool = WorkerPool((NAME,), names, cast(Any, QuietClient))
+    task = asyncio.create_task(pool.run())
+    try:
+        yield pool
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def test_a_worker_is_found_while_earlier_questions_still_wait_for_their_answers() -> None:
+    async def check() -> None:
+        names = SlowNames()
+        async with _following(names) as pool:
+            await asyncio.sleep(5.5)
+            assert pool.not_ready_cause() == f"no worker is up ({NAME}: not resolved yet)"
+            names.answer, names.delay_s = ("10.0.0.1:50061",), 0.02
+            await asyncio.sleep(1.5)
+            assert [client.rank for client in pool.clients] == ["10.0.0.1:50061"]
+            # The answers to the earlier questions come now, and change nothing.
+            await asyncio.sleep(20)
+            assert [client.rank for client in pool.clients] == ["10.0.0.1:50061"]
+            assert "nobody knows" not in pool.not_ready_cause()
+
+    run_virtually(check())
+
+
+def test_an_answer_is_not_undone_by_that_to_an_earlier_question() -> None:
+    async def check() -> None:
+        names = SlowNames()
+        names.answer, names.delay_s = ("10.0.0.1:50061",), 3.5
+        async with _following(names) as pool:
+            await asyncio.sleep(0.5)
+            names.answer, names.delay_s = ("10.0.0.2:50061",), 0.1
+            for _ in range(100):
+                await asyncio.sleep(0.1)
+                assert [client.rank for client in pool.clients] in ([], ["10.0.0.2:50061"])
+            assert pool.clients
+
+    run_virtually(check())
+
+
+def test_a_name_server_that_is_slow_is_told_and_not_flooded() -> None:
+    async def check() -> None:
+        names = SlowNames()
+        names.delay_s = 300.0
+        async with _following(names) as pool:
+            await asyncio.sleep(299)
+            assert names.most_waiting <= 12
+            await asyncio.sleep(2)
+            assert pool.not_ready_cause() == f"no worker is up ({NAME}: cannot be resolved: nobody knows)"
+        assert names.num_waiting == 0
+
+    run_virtually(check())
