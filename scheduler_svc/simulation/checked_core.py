@@ -97,6 +97,8 @@ class RankLink:
     worker: SimulatedWorker
     # To be told with the next step, in this order.
     preempted_ids: list[str] = field(default_factory=list)
+    # Whose ids those are: an id may have been used again since.
+    preempted_clients: list[Client] = field(default_factory=list)
     finished_ids: list[str] = field(default_factory=list)
     rows: dict[int, Client] = field(default_factory=dict)
     # By row: its blocks. By block: slots of it, from its first, that steps sent so far fill.
@@ -512,6 +514,7 @@ class CheckedCore:
         self.reached["preempted itself"] += effect.beneficiary == effect.victim
         if effect.cause != "rank_lost":
             self.links[effect.rank].preempted_ids.append(effect.victim)
+            self.links[effect.rank].preempted_clients.append(client)
 
     def _ended(self, effect: RequestEnded) -> None:
         client = self._by_handle.get(effect.handle)
@@ -554,10 +557,11 @@ class CheckedCore:
         _demand(told == expected, f"step {output.step_seq} of {link.name} tells {told}, not {expected}")
         _demand(output.epoch == link.epoch and output.processed_step_seq == link.acked_step, f"numbers of {output}")
         gone = set(link.preempted_ids) | set(link.finished_ids)
-        link.preempted_ids, link.finished_ids = [], []
+        preempted = link.preempted_clients
+        link.preempted_ids, link.preempted_clients, link.finished_ids = [], [], []
         for number in [n for n, c in link.rows.items() if c.event.request_id in gone]:
             del link.rows[number], link.tables[number]
-        self._enter(link, output, gone)
+        self._enter(link, output, preempted)
         for row, block in zip(output.appended_rows, output.appended_blocks, strict=True):
             link.tables[row].append(block)
             link.filled[block] = 0
@@ -571,14 +575,14 @@ class CheckedCore:
             client.position += n
         link.worker.dispatch(output)
 
-    def _enter(self, link: RankLink, output: SchedulerOutput, gone: set[str]) -> None:
+    def _enter(self, link: RankLink, output: SchedulerOutput, preempted: list[Client]) -> None:
         """Rows that are new to the worker's batch."""
         for new in output.new_requests:
             client = self.clients[new.request_id]
             _demand(new.token_ids.tolist() == client.tokens, f"{new.request_id} is sent with wrong tokens")
             _demand(new.num_prompt_tokens == len(client.event.prompt), f"{new.request_id} is sent with another prompt")
             _demand(
-                new.request_id not in gone or new.request_id in link.reset_ids or client.num_preemptions == 0,
+                new.request_id in link.reset_ids or not any(client is one for one in preempted),
                 f"{new.request_id} is preempted and resumed in one step",
             )
             client.link = link
