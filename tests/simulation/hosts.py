@@ -16,6 +16,11 @@ from tests.support.virtual_time import VirtualTimeLoop
 _PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
 
 
+def current_process() -> Process | None:
+    """Whose callback is running."""
+    return _PROCESS.get()
+
+
 class Process:
     """One life of a process. What it can be told from outside (sockets, signals) is the network's business."""
 

@@ -172,6 +172,10 @@ class Pipe:
         if self._timer is None:
             self.kick()
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._items
+
     def kick(self) -> None:
         """Let things move (again)."""
         if self._timer is None and self._items and not self._network.is_blocked(self._source, self._target):
@@ -314,6 +318,12 @@ class Call:
         self.network.after(self.keepalive.client_s, partial(judge, "client"))
         self.network.after(self.keepalive.server_s, partial(judge, "server"))
 
+    @property
+    def is_quiet(self) -> bool:
+        """Both ends are there, nothing is on its way, and all that came has been taken."""
+        taken = not self._down_items and (self._requests is None or self._requests.is_empty)
+        return taken and not any(self._has_left.values()) and self._up.is_empty and self._down.is_empty
+
     def kick(self) -> None:
         self._up.kick()
         self._down.kick()
@@ -400,6 +410,10 @@ class Requests:
     def put(self, data: bytes) -> None:
         self._items.append(data)
         self._news.set()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._items
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self

@@ -113,7 +113,12 @@ class Observer:
     """Recorder of a scheduler's life: counts steps, checks invariants, remembers when ranks came and went."""
 
     def __init__(
-        self, now: Callable[[], float], accuse: Callable[[str], None], check_every: int, *, trusts_workers: bool
+        self,
+        now: Callable[[], float],
+        accuse: Callable[[str], None],
+        check_every: int,
+        *,
+        trusts_workers: bool,
     ) -> None:
         self.scheduler: SchedulerService | None = None
         self.num_steps = 0
@@ -147,8 +152,12 @@ class Observer:
             self.check()
 
     def check(self) -> None:
-        """All invariants of the core."""
+        """All invariants of the core; and that nobody's requests outlive their front end's stream."""
         assert self.scheduler is not None
+        sessions = self.scheduler.hub._sessions
+        for request in self.scheduler.core.state.requests.values():
+            if request.handle >> 32 not in sessions:
+                self._accuse(f"{request.request_id} lives, its front end's stream does not")
         try:
             invariants.check(self.scheduler.core.state)
         except invariants.InvariantViolation as error:

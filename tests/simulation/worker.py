@@ -71,6 +71,7 @@ class _InlineExecutor(Executor):
         self._staged: deque[Callable[[], None]] = deque()
         self._wake = asyncio.Event()
         self._collected: Any = None
+        self.is_idle = True
 
     async def start(self) -> Loaded:
         self._loop = asyncio.get_running_loop()
@@ -98,8 +99,10 @@ class _InlineExecutor(Executor):
     async def _pump(self) -> None:
         while True:
             while not self._staged:
+                self.is_idle = True
                 self._wake.clear()
                 await self._wake.wait()
+            self.is_idle = False
             await asyncio.sleep(self._take_time())
             self._staged.popleft()()
             if self._collected is not None:
@@ -193,6 +196,12 @@ class WorkerProcess:
             self.accuse(f"step {step.step_seq} of epoch {step.epoch} is executed after {self.executed[-3:]}")
         self.executed.append(step.step_seq)
         self.num_steps += 1
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is left to be executed, and nothing keeps it from saying so."""
+        executor: Any = None if self.service is None else self.service._executor
+        return not self.process.is_frozen and executor is not None and executor.is_idle and not executor._staged
 
     @property
     def num_rows_held(self) -> int:

@@ -22,7 +22,7 @@ from scheduler_svc.service import SchedulerService, ServiceOptions
 from scheduler_svc.worker_client import Patience
 from tests.simulation.clients import Client, Wish, make_wishes
 from tests.simulation.frontend import FrontEndProcess
-from tests.simulation.hosts import SimulationLoop
+from tests.simulation.hosts import Process, SimulationLoop, current_process
 from tests.simulation.network import Network
 from tests.simulation.scheduler import Names, SchedulerProcess
 from tests.simulation.worker import ON_PURPOSE, Temper, WorkerProcess, WorkerSetting
@@ -177,6 +177,18 @@ class World:
 
     def note(self, what: str) -> None:
         self._history.append(f"{self.now():.4f} {what}")
+
+    def rank_lost(self, address: str, cause: str, by: Process | None) -> None:
+        """A watchdog may not fire while nothing is on its way and the worker has nothing to do: then somebody owes an
+        answer and will never give it."""
+        worker = self.workers[address]
+        if not cause.startswith("watchdog: no result") or worker is None or by is None or not worker.is_idle:
+            return
+        calls = [
+            c for c in self.network.calls_between(_SCHEDULER, address) if c.client is by and c.method == "RunSteps"
+        ]
+        if calls and all(call.is_quiet and call.server is worker.process for call in calls):
+            self.accuse(f"{address} was idle, and nothing was on its way, but: {cause}")
 
     def _judge(self) -> None:
         problems = self._violations + self.loop.failures
@@ -487,8 +499,9 @@ class World:
         process.thaw()
 
     async def slow_a_worker(self) -> None:
-        temper = self._tempers[self._some_worker()]
-        self.note("a worker is slow")
+        address = self._some_worker()
+        self.note(f"{address} is slow")
+        temper = self._tempers[address]
         temper.step_s = self.setting.temper.step_s * self._rng.choice((5, 40))
         await asyncio.sleep(self._rng.uniform(0.1, 2.0))
         temper.step_s = self.setting.temper.step_s
@@ -513,6 +526,20 @@ class World:
             self.note(f"cut {one} {other}")
             self.network.cut(one, other)
             await asyncio.sleep(self._rng.uniform(0.0, 0.2))
+
+    async def hold_up_and_cut(self) -> None:
+        """What was on its way for a while is lost: steps, or results, that the other side has to do without."""
+        paths = [self._some_path()]
+        if self._rng.random() < 0.3:
+            paths.append(paths[0][::-1])
+        seconds = self._rng.uniform(0.01, 0.4)
+        self.note(f"held up for {seconds:.3f} s and cut: {paths}")
+        for path in paths:
+            self.network.block(*path)
+        await asyncio.sleep(seconds)
+        self.network.cut(*paths[0])
+        for path in paths:
+            self.network.unblock(*path)
 
     async def block_one_way(self) -> None:
         await self._block([self._some_path()])
@@ -639,6 +666,7 @@ TROUBLES: Final[dict[str, tuple[float, Trouble]]] = {
     "worker slow": (2.0, World.slow_a_worker),
     "worker drained": (2.0, World.drain_a_worker),
     "streams cut": (6.0, World.cut),
+    "held up and cut": (6.0, World.hold_up_and_cut),
     "blocked one way": (3.0, World.block_one_way),
     "partitioned": (3.0, World.partition),
     "path slow": (2.0, World.slow_path),
@@ -652,17 +680,21 @@ TROUBLES: Final[dict[str, tuple[float, Trouble]]] = {
 }
 
 
-class _Errors(logging.Handler):
-    """Errors in the log are failures, unless a worker fails on purpose."""
+class _Log(logging.Handler):
+    """Errors in the log are failures, unless a worker fails on purpose; lost ranks are looked at."""
 
-    def __init__(self, accuse: Callable[[str], None]) -> None:
-        super().__init__(logging.ERROR)
-        self._accuse = accuse
+    def __init__(self, world: World) -> None:
+        super().__init__(logging.WARNING)
+        self._world = world
 
     def emit(self, record: logging.LogRecord) -> None:
-        error = None if record.exc_info is None else record.exc_info[1]
-        if error is None or ON_PURPOSE not in str(error):
-            self._accuse(f"logged: {record.getMessage()}: {error!r}")
+        if record.levelno >= logging.ERROR:
+            error = None if record.exc_info is None else record.exc_info[1]
+            if error is None or ON_PURPOSE not in str(error):
+                self._world.accuse(f"logged: {record.getMessage()}: {error!r}")
+        elif record.msg == "rank lost":
+            facts: Any = record
+            self._world.rank_lost(facts.rank, facts.cause, current_process())
 
 
 def run_world(seed: int, *, check_every: int = 1, troubles: tuple[str, ...] | None = None) -> Report:
@@ -673,11 +705,11 @@ def run_world(seed: int, *, check_every: int = 1, troubles: tuple[str, ...] | No
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SimulationLoop)
         world = World(seed, loop, check_every=check_every, troubles=troubles)
-        handler = _Errors(world.accuse)
+        handler = _Log(world)
         root = logging.getLogger()
         handlers, root.handlers = root.handlers, [handler]
         level = root.level
-        root.setLevel(logging.ERROR)
+        root.setLevel(logging.WARNING)
         try:
             return await world.run()
         finally:
