@@ -142,3 +142,19 @@ def test_a_query_sees_exactly_up_to_itself_in_a_chunk_behind_a_prefix() -> None:
     after = attention(backend, q, k, v, batch)
     assert torch.equal(before[:-1], after[:-1])
     assert not torch.allclose(before[-1], after[-1])
+
+
+def test_what_all_keys_share_costs_bfloat16_no_precision() -> None:
+    """A component common to all keys does not change attention, but large scores would be rounded away: real models
+    have one, and the tiles take it out first. (The queries are such that the shared part alone gives scores near
+    100.)"""
+    case = Case(((64, 0),), 16, 1, 1, 64, seed=4)
+    batch = case.batch()
+    q, k, v = case.tensors(batch, torch.bfloat16)
+    q += 4.0
+    k += 3.0
+    expected = attention(ReferenceAttention(), q.float(), k.float(), v.float(), batch)
+    backend = case.backend(torch.bfloat16)
+    backend._tiles = True  # also on a machine with AMX
+    got = attention(backend, q, k, v, batch)
+    assert (got.float() - expected).square().mean().sqrt() < 0.02

@@ -15,7 +15,8 @@ from tests.support.oracle import greedy_entry
 from tests.support.step_loop import LoopRequest, StepLoop
 from tests.unit.model.tiny import load_runner, tiny_llama
 from worker_svc.runner.base import Geometry, StepFailed
-from worker_svc.runner.inputs import accept_drafts
+from worker_svc.runner.input_batch import InputBatch
+from worker_svc.runner.inputs import accept_drafts, build_inputs
 from worker_svc.runner.model_runner import ModelRunner
 from worker_svc.step import AddedRequest, Sampling, Step
 
@@ -248,3 +249,22 @@ def test_a_step_before_an_epoch_or_out_of_range_fails_as_a_step(model: Any, tmp_
     runner.close()
     with pytest.raises(StepFailed):
         runner.launch(_step(1, [], []))
+
+
+def test_the_layout_keeps_equal_rows_together_and_the_longest_first() -> None:
+    """What the attention backend counts on to find its groups without copying."""
+    batch = InputBatch(GEOMETRY)
+    given = {0: (12, 0), 1: (9, 8), 2: (12, 3), 3: (33, 32), 4: (20, 19), 5: (7, 0)}
+    added = []
+    for row, (num, computed) in given.items():
+        added.append(_added(f"r{row}", row, range(num), range(1, 10), num_computed_tokens=computed))
+    rows = list(given)
+    step = _step(1, rows, [num - computed for num, computed in given.values()], added=tuple(added))
+    batch.apply(step)
+    inputs = build_inputs(batch, step)
+    assert inputs.ragged.q_len.tolist() == [1, 1, 1, 7, 9, 12]
+    assert inputs.ragged.kv_len.tolist() == [33, 20, 9, 7, 12, 12]
+    assert inputs.positions[:3].tolist() == [32, 19, 8]
+    # The last token of every row, in the step's order of rows.
+    last = [inputs.positions[t] for t in inputs.logit_tokens]
+    assert last == [num - 1 for num, _ in given.values()]
