@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 # Steps of an epoch for which the longer watchdog holds: compilation and warm-up happen in them.
 _FIRST_STEPS: Final = 3
 _MAX_TOKENIZER_BYTES: Final = 256 << 20
+# More than any device holds; counting so many takes this process a gigabyte.
+_MAX_NUM_BLOCKS: Final = 1 << 24
 _TOKENIZER_RETRY_S: Final = 1.0
 # ErrorInfo reason of a worker that is leaving.
 _DRAINING: Final = "DRAINING"
@@ -408,6 +410,8 @@ class RankClient:
     def _joined(self, opened: Opened, capabilities: WorkerCapabilities) -> None:
         if opened.num_blocks < 2:
             raise RankUnfit(f"its pool has {opened.num_blocks} blocks, at least 2 are needed (block 0 holds nothing)")
+        if opened.num_blocks > _MAX_NUM_BLOCKS:
+            raise RankUnfit(f"its pool has {opened.num_blocks} blocks, at most {_MAX_NUM_BLOCKS} are counted here")
         if opened.executed_step_seq != 0:
             raise WorkerProtocolError(f"a new epoch begins with step {opened.executed_step_seq} executed")
         self._register.claim(capabilities.worker_incarnation, self.rank)

@@ -376,6 +376,18 @@ async def test_rule_7_a_worker_that_forgot_the_epoch_is_not_sent_the_rest_of_it(
 
 
 @virtually
+async def test_rule_10_a_pool_no_worker_can_have_is_refused_before_it_is_counted_here() -> None:
+    """Every block takes memory in this process: a number out of thin air must not take all of it."""
+    async with world(A) as sim:
+        worker = sim.add(A, capabilities=Capabilities(num_blocks=(1 << 24) + 1))
+        await asyncio.sleep(1)
+        assert sim.service.core.rank_names == ()
+        assert "its pool has 16777217 blocks" in sim.client(A).cause
+        worker.double.capabilities = Capabilities()
+        await sim.up(A)
+
+
+@virtually
 async def test_d44_a_misfit_is_asked_again_every_few_seconds() -> None:
     async with world(A, B) as sim:
         sim.add(A)
