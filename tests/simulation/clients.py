@@ -102,6 +102,8 @@ class Client:
     was_aborted: bool = False
     # At some time between its start and its failure.
     was_without_scheduler: bool = False
+    # Its front end was not ready.
+    came_too_early: bool = False
     request_id: str = ""
     task: asyncio.Task[None] | None = None
 
@@ -113,6 +115,7 @@ class Client:
         """From its start to its end, in its front end's process."""
         self.started_at = self.now()
         self.due = self.wish.due()
+        self.came_too_early = self.front_end.session.not_ready_cause is not None
         engine = self.front_end.front_end
         try:
             with engine.stream(), await engine.start(self.wish.call(), self._time_left) as generation:

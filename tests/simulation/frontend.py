@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from scheduler_svc.frontend.engine import FrontEnd
 from scheduler_svc.frontend.errors import SessionLost
@@ -48,7 +49,10 @@ class SchedulerNetwork:
         finally:
             call.cancel()
         assert data is not None
-        return pb.SessionServiceGetModelResponse.FromString(data).model
+        try:
+            return pb.SessionServiceGetModelResponse.FromString(data).model
+        except DecodeError as error:
+            raise SessionLost("no model") from error
 
     async def get_tokenizer(self) -> Sequence[model_pb2.TokenizerChunk]:
         call = self._call("GetTokenizer")
@@ -57,7 +61,7 @@ class SchedulerNetwork:
             await call.send(pb.SessionServiceGetTokenizerRequest().SerializeToString())
             while (data := await call.receive()) is not None:
                 chunks.append(pb.SessionServiceGetTokenizerResponse.FromString(data).chunk)
-        except grpc.aio.AioRpcError as error:
+        except (grpc.aio.AioRpcError, DecodeError) as error:
             raise SessionLost(str(error)) from error
         finally:
             call.cancel()
@@ -81,7 +85,11 @@ class _Stream:
             raise SessionLost(error.details() or "") from error
         if data is None:
             raise SessionLost("the scheduler ended the stream")
-        return pb.AttachResponse.FromString(data)
+        try:
+            return pb.AttachResponse.FromString(data)
+        except DecodeError as error:
+            # As over gRPC, which gives nothing for what it cannot read.
+            raise SessionLost("no AttachResponse") from error
 
     def close(self) -> None:
         self._call.cancel()

@@ -393,10 +393,10 @@ class Call:
         if self._handling is not None:
             self._handling.cancel()
 
-    def respond(self, message: Message) -> None:
+    def respond(self, data: bytes) -> None:
         """The server's end writes."""
         if not self._has_left["server"]:
-            self._down.send(_Data(message.SerializeToString()))
+            self._down.send(_Data(data))
 
 
 class Requests:
@@ -434,7 +434,11 @@ class ServerContext:
         self.over = _Over(None)
 
     async def write(self, message: Message) -> None:
-        self._call.respond(message)
+        self._call.respond(message.SerializeToString())
+
+    def write_bytes(self, data: bytes) -> None:
+        """Whatever that is."""
+        self._call.respond(data)
 
     async def abort(
         self, code: grpc.StatusCode, details: str = "", trailing_metadata: tuple[tuple[str, bytes], ...] = ()

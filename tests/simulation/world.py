@@ -645,7 +645,9 @@ def _outcome(client: Client) -> str:
 
 _EXCUSES: Final[dict[str, Callable[[World, Client], bool]]] = {
     "SCHEDULER_UNAVAILABLE": lambda world, c: c.was_without_scheduler,
-    "NO_WORKER": lambda world, c: world.had_no_rank_since(c.started_at - world.setting.config.no_worker_grace_s - 5.0),
+    "NO_WORKER": lambda world, c: (
+        c.came_too_early or world.had_no_rank_since(c.started_at - world.setting.config.no_worker_grace_s - 5.0)
+    ),
     "QUEUE_FULL": lambda world, c: world.setting.config.max_queued_requests < 100,
     "DEADLINE_EXCEEDED": lambda world, c: (
         c.wish.deadline_s is not None
