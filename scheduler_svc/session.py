@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Final
 
+from google.protobuf.message import DecodeError
+
 from scheduler_svc import codec, errors
 from scheduler_svc.codec import Cancellation, ModelFacts, SessionFrame, Submission, TextEnd
 from scheduler_svc.core.events import (
@@ -461,6 +463,9 @@ class SessionServicer(session_service_pb2_grpc.SessionServiceServicer):
         if isinstance(error, SessionProtocolError):
             log.warning("front end broke the protocol", extra={"front_end": session.front_end_id, "cause": str(error)})
             return Failure(Code.INVALID_ARGUMENT, "PROTOCOL_VIOLATION", str(error))
+        if isinstance(error, DecodeError):
+            log.warning("front end broke the protocol", extra={"front_end": session.front_end_id, "cause": str(error)})
+            return Failure(Code.INVALID_ARGUMENT, "PROTOCOL_VIOLATION", "a frame is no AttachRequest")
         if isinstance(error, TimeoutError):
             log.warning("front end is silent", extra={"front_end": session.front_end_id})
             return errors.SILENT_FRONT_END

@@ -411,13 +411,19 @@ async def test_the_first_frame_must_be_a_hello_of_this_revision(
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_undecodable_bytes_end_one_call_and_nothing_else(scheduler: RunningScheduler) -> None:
+async def test_undecodable_bytes_end_one_call_and_nothing_else(
+    scheduler: RunningScheduler, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is the front end's fault, and said to be: a frame against the rules, no error of this process."""
     async with grpc.aio.insecure_channel(scheduler.address) as channel:
         attach: Any = channel.stream_stream("/stepfence.v1.SessionService/Attach")  # type: ignore[call-arg]
         call = attach()
         await call.write(b"\xff\xff\xff\xff")
-        with pytest.raises(grpc.aio.AioRpcError):
+        with pytest.raises(grpc.aio.AioRpcError) as error:
             await call.read()
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "no AttachRequest" in (error.value.details() or "")
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
     async with SessionClient(scheduler.address) as client:
         assert (await client.submit(PROMPT, 3).over()).tokens == complete(PROMPT, 3)
 
