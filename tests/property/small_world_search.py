@@ -18,9 +18,8 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import SchedulerConfig
@@ -303,6 +302,20 @@ def _demand(holds: bool, message: str) -> None:
 # copy.deepcopy takes a hundred times as long, and these are most of the search.
 
 
+def _field_copier(names: Sequence[str]) -> Callable[[object, object], None]:
+    """A function that copies these fields from its first argument to its second: one assignment each, no loop."""
+    body = "\n".join(f"    new.{name} = old.{name}" for name in names)
+    scope: dict[str, Callable[[object, object], None]] = {}
+    exec(f"def copy(old, new):\n{body}", scope)
+    return scope["copy"]
+
+
+_copy_request = _field_copier(Request.__slots__)
+_copy_rank = _field_copier(RankState.__slots__)
+_copy_window = _field_copier(("acked_fence", "acked_step", "newest_fence", "newest_step"))
+_copy_kv = _field_copier(KvManager.__slots__)
+
+
 def clone(old: CoreState) -> CoreState:
     """The same state once more. Shared are what nothing decides by (counts) and digests, which only depend on
     tokens."""
@@ -332,27 +345,20 @@ def _clone_request(old: Request, copies: dict[Request, Request]) -> Request:
     new = copies.get(old)
     if new is None:
         new = copies[old] = Request.__new__(Request)
-        _copy_fields(old, new, _REQUEST_FIELDS, _request_values)
+        _copy_request(old, new)
         new.tokens, new.blocks = old.tokens[:], old.blocks[:]
     return new
 
 
-def _copy_fields(
-    old: object, new: object, names: tuple[str, ...], values: Callable[[object], tuple[object, ...]]
-) -> None:
-    for name, value in zip(names, values(old), strict=True):
-        setattr(new, name, value)
-
-
 def _clone_rank(old: RankState, copies: dict[Request, Request]) -> RankState:
     new: RankState = RankState.__new__(RankState)
-    _copy_fields(old, new, _RANK_FIELDS, _rank_values)
+    _copy_rank(old, new)
     new._admissions, new.free_rows, new.released_rows = old._admissions[:], old.free_rows[:], old.released_rows[:]
     new.finished_ids, new.preempted_ids = old.finished_ids[:], old.preempted_ids[:]
     new.running = [copies[request] for request in old.running]
     new.reserved_for = None if old.reserved_for is None else copies[old.reserved_for]
     window = new.window = InflightWindow(old.window.depth)
-    _copy_fields(old.window, window, _WINDOW_FIELDS, _window_values)
+    _copy_window(old.window, window)
     for r in old.window.records:
         requests = [_clone_request(request, copies) for request in r.requests]
         window._records.append(
@@ -374,7 +380,7 @@ def _clone_rank(old: RankState, copies: dict[Request, Request]) -> RankState:
 
 def _clone_kv(old: KvManager) -> KvManager:
     new: KvManager = KvManager.__new__(KvManager)
-    _copy_fields(old, new, _KV_FIELDS, _kv_values)
+    _copy_kv(old, new)
     new.parked = ParkedFrees()
     new.parked._queue.extend(old.parked)
     new.parked.unannounced = old.parked.unannounced[:]
@@ -386,13 +392,3 @@ def _clone_kv(old: KvManager) -> KvManager:
     index._digest_of = old.pool.index._digest_of[:]
     index._blocks = {d: b[:] if isinstance(b, list) else b for d, b in old.pool.index._blocks.items()}
     return new
-
-
-_REQUEST_FIELDS = tuple(Request.__slots__)
-_RANK_FIELDS = tuple(RankState.__slots__)
-_WINDOW_FIELDS = ("acked_fence", "acked_step", "newest_fence", "newest_step")
-_KV_FIELDS = tuple(KvManager.__slots__)
-_request_values = attrgetter(*_REQUEST_FIELDS)
-_rank_values = attrgetter(*_RANK_FIELDS)
-_window_values = attrgetter(*_WINDOW_FIELDS)
-_kv_values = attrgetter(*_KV_FIELDS)

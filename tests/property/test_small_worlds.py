@@ -3,6 +3,8 @@ numbers of states)."""
 
 from __future__ import annotations
 
+from time import perf_counter
+
 import pytest
 
 from scheduler_svc.core.config import Fence, Policy, PreemptFenced, SchedulerConfig
@@ -40,16 +42,19 @@ def world(
         for num_prompt in prompts
         for num_tokens in range(1, max_tokens + 1)
         for priority in priorities
+        # Others are refused.
+        if num_prompt + num_tokens - 1 <= num_usable * BLOCK_SIZE
     ]
     return SmallWorld(config, num_usable + 1, tuple(kinds), max_requests, max_faults)
 
 
 def explore(worlds: list[SmallWorld]) -> Count:
-    total = Count()
+    total, started = Count(), perf_counter()
     for one in worlds:
         total.add(Search(one).run())
     print(
-        f"{total.states:,} states, {total.transitions:,} transitions, {total.idle_states:,} idle, {len(worlds)} worlds"
+        f"{perf_counter() - started:.0f} s: {total.states:,} states, {total.transitions:,} moves, "
+        f"{total.idle_states:,} idle states, {len(worlds)} worlds"
     )
     return total
 
@@ -116,11 +121,10 @@ def test_a_search_finds_a_way_back_to_where_it_was() -> None:
 @pytest.mark.parametrize("num_usable", range(1, 7))
 @pytest.mark.parametrize("policy", Policy)
 def test_three_requests_of_any_kind_always_end(policy: Policy, num_usable: int, caching: bool) -> None:
-    """The full bounds: three requests, prompts and max_tokens 1 to 4, one or two steps in flight."""
-    worlds = [
-        world(policy=policy, num_usable=num_usable, depth=depth, enable_prefix_caching=caching) for depth in (1, 2)
-    ]
-    assert explore(worlds).idle_states > 0
+    """The full bounds: three requests, prompts and max_tokens 1 to 4. A window of two contains one of one: to plan ahead
+    is a move like any other."""
+    full = world(policy=policy, num_usable=num_usable, depth=2, enable_prefix_caching=caching)
+    assert explore([full]).idle_states > 0
 
 
 @pytest.mark.long
