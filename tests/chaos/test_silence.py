@@ -41,4 +41,4 @@ async def test_f59_a_unary_call_that_is_silent_for_a_minute_survives_pings(tmp_p
                 pb.CompleteRequest(request=request), timeout=240
             )
         assert time.monotonic() - began >= 60.0
-        assert list(answer.token_ids) == complete(b"silence", 4, Sampling())
+        assert list(answer.token_ids) == complete(list(b"silence"), 4, Sampling())

@@ -420,8 +420,8 @@ class World:
                 return True
         return False
 
-    def was_drained_since(self, moment: float) -> bool:
-        return any(at >= moment - self.setting.options.drain_deadline_s - 5.0 for at in self._drained_at)
+    def was_drained_before(self, moment: float) -> bool:
+        return any(at <= moment for at in self._drained_at)
 
     def has_twin(self, client: Client) -> bool:
         """Whether another request with the same id was live at the time."""
@@ -656,7 +656,7 @@ _EXCUSES: Final[dict[str, Callable[[World, Client], bool]]] = {
     ),
     "DUPLICATE_REQUEST_ID": lambda world, c: world.has_twin(c),
     "ABORTED": lambda world, c: c.was_aborted,
-    "DRAINING": lambda world, c: world.was_drained_since(c.started_at),
+    "DRAINING": lambda world, c: c.ended_at is not None and world.was_drained_before(c.ended_at),
 }
 
 Trouble = Callable[[World], Coroutine[Any, Any, None]]
