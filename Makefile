@@ -58,8 +58,19 @@ mutants: $(DEV_STAMP) ## Plant faults in the core, one at a time: each must be c
 bench: $(DEV_STAMP) ## Benchmarks: figures and ratios of one run, not gates.
 	python -m tests.bench.scheduler_step --running 256
 
-sim: $(DEV_STAMP) ## Search a million random steps for a broken rule (docs/simulation.md), about ten minutes.
+sim: $(DEV_STAMP) ## Search a million random steps for a broken rule (docs/simulation.md), about ten minutes; then the protocol's.
 	$(BIN)/python -m scheduler_svc.simulation.core_simulation --steps 1000000 $(ARGS)
+	$(BIN)/python -m tests.simulation.search --steps 1000000
+
+.PHONY: sim-protocol chaos fuzz
+sim-protocol: $(DEV_STAMP) ## A million steps of whole deployments under random trouble (docs/simulation-protocol.md), about half an hour.
+	$(BIN)/python -m tests.simulation.search --steps 1000000 $(ARGS)
+
+chaos: $(DEV_STAMP) ## Kill, freeze and cut off real processes for a minute each, and tell counts and pauses (docs/operations.md).
+	pytest tests/chaos -m long --timeout 1800 -s $(ARGS)
+
+fuzz: $(DEV_STAMP) ## A million malformed frames through every decoder and service.
+	pytest tests/fuzz/test_in_process.py -m long --timeout 7200 $(ARGS)
 
 compose-test: $(DEV_STAMP) ## Tests of images and compose files, with a Docker engine of their own where none runs.
 	WHEELS="$(WHEELS)" tests/e2e/compose/run.sh $(ARGS)
