@@ -250,7 +250,8 @@ class _Up:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._exit_code == 0 and 3 in codes:
+        # A part that had to be killed did not get to say whether it cut something off.
+        if self._exit_code == 0 and any(code == 3 or (code is not None and code < 0) for code in codes):
             _show("up", "the drain deadline passed: some requests were cut off")
             self._exit_code = 3
 
