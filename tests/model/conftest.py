@@ -21,7 +21,8 @@ class Settings:
     kv_memory: int | None = 256 << 20
     gpu_memory_utilization: float = 0.9
     max_model_len: int | None = 2048
-    threads: int | None = 2
+    # One: a team of two waits for its slower member some 200 times a step, and on a busy machine that is forever.
+    threads: int | None = 1
 
 
 @pytest.fixture(scope="session")

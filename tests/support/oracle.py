@@ -132,8 +132,13 @@ def _compute(asked: Sequence[OraclePrompt], length: int) -> list[OracleEntry]:
 
     model = AutoModelForCausalLM.from_pretrained(model_directory(), dtype=torch.float32)
     model.train(False)
-    with torch.inference_mode():
-        return [greedy_entry(model, p.token_ids, length) for p in asked]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine a team of two takes many times as long
+    try:
+        with torch.inference_mode():
+            return [greedy_entry(model, p.token_ids, length) for p in asked]
+    finally:
+        torch.set_num_threads(threads)
 
 
 def greedy_entry(model: Any, token_ids: Sequence[int], length: int) -> OracleEntry:
