@@ -23,7 +23,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 CALLERS_PATH := $(PATH)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup up check test test-long sim bench proto proto-baseline clean
+.PHONY: help setup up check test test-long sim sim-protocol chaos fuzz bench proto proto-baseline clean
 .DEFAULT_GOAL := help
 
 help: ## Show the targets.
@@ -62,8 +62,7 @@ sim: $(DEV_STAMP) ## Search a million random steps for a broken rule (docs/simul
 	$(BIN)/python -m scheduler_svc.simulation.core_simulation --steps 1000000 $(ARGS)
 	$(BIN)/python -m tests.simulation.search --steps 1000000
 
-.PHONY: sim-protocol chaos fuzz
-sim-protocol: $(DEV_STAMP) ## A million steps of whole deployments under random trouble (docs/simulation-protocol.md), about half an hour.
+sim-protocol: $(DEV_STAMP) ## A million steps of whole deployments under trouble (docs/simulation-protocol.md).
 	$(BIN)/python -m tests.simulation.search --steps 1000000 $(ARGS)
 
 chaos: $(DEV_STAMP) ## Kill, freeze and cut off real processes for a minute each, and tell counts and pauses (docs/operations.md).

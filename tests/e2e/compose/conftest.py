@@ -24,6 +24,7 @@ def project() -> Iterator[Stack]:
         yield stack
     finally:
         stack.down()
+        stack.remove_images()
 
 
 @pytest.fixture

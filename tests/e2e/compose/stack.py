@@ -117,6 +117,11 @@ class Stack:
     def down(self) -> None:
         self.compose("--profile", "*", "down", "--volumes", "--remove-orphans", "--timeout", "5")
 
+    def remove_images(self) -> None:
+        """Those that tests built; the layers stay in the engine's cache."""
+        images = [f"stepfence/{name}:test" for name in ("scheduler", "worker-scripted", "worker-cpu")]
+        docker("image", "rm", "--force", *images, check=False)
+
     def containers(self, service: str = "") -> list[Container]:
         """All of them, or those of one service, running or not."""
         filters = ["--filter", f"label=com.docker.compose.project={self.project}"]

