@@ -57,7 +57,7 @@ def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 
 
 def _start_worker(deployment: Deployment, **settings: str) -> None:
-    deployment.start_worker(0, runner="model", model=str(model_directory()), dtype="float32", threads="2", **settings)
+    deployment.start_worker(0, runner="model", model=str(model_directory()), dtype="float32", threads="1", **settings)
 
 
 def _restart_scheduler(deployment: Deployment, **settings: str) -> None:
