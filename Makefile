@@ -23,7 +23,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 CALLERS_PATH := $(PATH)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup up check test test-long sim sim-protocol chaos fuzz bench proto proto-baseline clean
+.PHONY: help setup up check test test-long sim sim-protocol chaos fuzz mutants bench compose-test proto proto-baseline clean
 .DEFAULT_GOAL := help
 
 help: ## Show the targets.
@@ -51,7 +51,6 @@ test: $(DEV_STAMP) ## The tests, about ten minutes on two cores.
 test-long: $(DEV_STAMP) ## The tests that take much longer.
 	pytest -m "long and not gpu" --timeout 7200 $(ARGS)
 
-.PHONY: mutants
 mutants: $(DEV_STAMP) ## Plant faults in the core, one at a time: each must be caught by a test.
 	python -m tests.mutants $(ARGS)
 

@@ -550,6 +550,12 @@ def attached_frame(scheduler_incarnation: int, policy: str) -> session_service_p
     return session_service_pb2.AttachResponse(attached=attached)
 
 
+def readiness_frame(is_ready: bool, cause: str) -> session_service_pb2.AttachResponse:
+    """Whether a worker is up, and why not."""
+    readiness = session_service_pb2.ReadinessChanged(ready=is_ready, cause=cause)
+    return session_service_pb2.AttachResponse(readiness=readiness)
+
+
 def add_ended(frame: session_service_pb2.AttachResponse, handle: int, effect: RequestEnded) -> None:
     """State the end of a request in a frame."""
     ended = frame.ended.add(handle=handle, usage=encode_usage(effect.usage))

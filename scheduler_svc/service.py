@@ -161,6 +161,7 @@ class SchedulerService:
         else:
             log.warning("not ready", extra={"cause": cause})
         self._was_ready = is_ready
+        self.hub.readiness_changed(is_ready, cause)
         if self._on_readiness is not None:
             self._on_readiness(is_ready, cause)
 

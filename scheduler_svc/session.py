@@ -103,6 +103,7 @@ class FrontEndSession:
         self.front_end_id = front_end_id
         self._is_attached = True
         self._push(codec.attached_frame(self._hub.scheduler_incarnation, self._hub.policy))
+        self.readiness_changed(*self._hub.readiness)
         if self._hub.model.facts is not None:
             self.model_changed(self._hub.model.facts)
         if self._hub.is_draining:
@@ -199,6 +200,10 @@ class FrontEndSession:
         frame = Frame()
         frame.model_changed.model.CopyFrom(codec.model_info(facts))
         self._push(frame)
+
+    def readiness_changed(self, is_ready: bool, cause: str) -> None:
+        """Tell whether a worker is up."""
+        self._push(codec.readiness_frame(is_ready, cause))
 
     def draining(self) -> None:
         """Tell that new requests will be refused."""
@@ -305,6 +310,8 @@ class SessionHub:
         self.policy = policy
         self.silence_s = silence_s
         self.is_draining = False
+        # Whether a worker is up, and why not.
+        self.readiness = (False, "starting")
         self._max_outgoing_bytes = max_outgoing_bytes
         self._sessions: dict[int, FrontEndSession] = {}
         self._next_number = 1
@@ -408,6 +415,12 @@ class SessionHub:
         """The served model became known, or changed."""
         for session in self.sessions:
             session.model_changed(facts)
+
+    def readiness_changed(self, is_ready: bool, cause: str) -> None:
+        """Tell every front end, also those to come, whether a worker is up."""
+        self.readiness = (is_ready, cause)
+        for session in self.sessions:
+            session.readiness_changed(is_ready, cause)
 
     def start_draining(self) -> None:
         """Tell every front end, also those to come."""

@@ -193,6 +193,8 @@ class SessionClient:
         self._next_handle = 1
         self._attached = False
         self._scheduler_draining = False
+        # Why no worker is up, as the scheduler says it; None when one is.
+        self._no_worker_because: str | None = None
         self._lost_because = "not attached yet"
         self._model_wanted = asyncio.Event()
         self._model: ServedModel | None = None
@@ -220,12 +222,14 @@ class SessionClient:
 
     @property
     def not_ready_cause(self) -> str | None:
-        """Why new requests would be refused; None when they are not."""
+        """Why new requests would be refused, or wait for a worker; None when neither."""
         if not self._attached:
             return f"no connection to the scheduler: {self._lost_because}"
         if self._model is None:
             return "no worker has joined the scheduler yet"
-        return "the scheduler is draining" if self._scheduler_draining else None
+        if self._scheduler_draining:
+            return "the scheduler is draining"
+        return None if self._no_worker_because is None else f"the scheduler is not ready: {self._no_worker_because}"
 
     @property
     def model(self) -> ServedModel:
@@ -307,6 +311,7 @@ class SessionClient:
         log.log(level, "scheduler lost", extra={"cause": because, "requests_ended": len(self._sinks)})
         self._attached = False
         self._scheduler_draining = False
+        self._no_worker_because = None
         self._lost_because = because
         self._model = None
         self._outbox.clear()
@@ -374,6 +379,9 @@ class SessionClient:
         self._take_output(frame)
         if frame.HasField("model_changed"):
             self._model_wanted.set()
+        if frame.HasField("readiness"):
+            self._no_worker_because = None if frame.readiness.ready else frame.readiness.cause
+            self.on_change()
         if frame.draining and not self._scheduler_draining:
             self._scheduler_draining = True
             self.on_change()

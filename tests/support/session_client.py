@@ -81,6 +81,8 @@ class SessionClient:
         self.attached: session_service_pb2.Attached | None = None
         self.model_changes: list[session_service_pb2.ModelChanged] = []
         self.is_told_to_drain = False
+        # (ready, cause), as told.
+        self.readiness: list[tuple[bool, str]] = []
         self.errors: list[str] = []
         # Set when the stream is over.
         self.ended = asyncio.Event()
@@ -198,6 +200,8 @@ class SessionClient:
         if frame.HasField("model_changed"):
             self.model_changes.append(frame.model_changed)
         self.is_told_to_drain |= frame.draining
+        if frame.HasField("readiness"):
+            self.readiness.append((frame.readiness.ready, frame.readiness.cause))
         for accepted in frame.accepted:
             stream = self._touch(accepted.handle)
             self._expect(stream.accepted is None and not stream.is_over, f"accepted {accepted.handle} out of turn")

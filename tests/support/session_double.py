@@ -231,6 +231,11 @@ class SessionDouble(session_service_pb2_grpc.SessionServiceServicer):
         """The stream ends, as when the scheduler dies."""
         self._down.put_nowait(None)
 
+    def say_readiness(self, is_ready: bool, cause: str = "") -> None:
+        """As a scheduler whose workers come and go."""
+        readiness = session_service_pb2.ReadinessChanged(ready=is_ready, cause=cause)
+        self._down.put_nowait(session_service_pb2.AttachResponse(readiness=readiness))
+
     def worker_joins(self) -> None:
         self.has_worker = True
         self.send(session_service_pb2.AttachResponse(model_changed=session_service_pb2.ModelChanged(model=self.model)))

@@ -227,6 +227,7 @@ class AttachResponse(_message.Message):
     ENDED_FIELD_NUMBER: _builtins.int
     MODEL_CHANGED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    READINESS_FIELD_NUMBER: _builtins.int
     draining: _builtins.bool
     """New submits will be refused UNAVAILABLE / DRAINING; accepted ones go on."""
     @_builtins.property
@@ -245,6 +246,12 @@ class AttachResponse(_message.Message):
     def model_changed(self) -> Global___ModelChanged:
         """The served model's digest when it changed (or first became known): fetch model and tokenizer again."""
 
+    @_builtins.property
+    def readiness(self) -> Global___ReadinessChanged:
+        """Whether a worker is up: right after attached, and whenever that changes. For the front end's own readiness; whether a
+        request waits or is refused is still the scheduler's decision.
+        """
+
     def __init__(
         self,
         *,
@@ -255,14 +262,38 @@ class AttachResponse(_message.Message):
         ended: _abc.Iterable[Global___RequestEnded] | None = ...,
         model_changed: Global___ModelChanged | None = ...,
         draining: _builtins.bool = ...,
+        readiness: Global___ReadinessChanged | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "model_changed", b"model_changed", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "model_changed", b"model_changed", "readiness", b"readiness", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "attached", b"attached", "draining", b"draining", "ended", b"ended", "model_changed", b"model_changed", "refused", b"refused", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "attached", b"attached", "draining", b"draining", "ended", b"ended", "model_changed", b"model_changed", "readiness", b"readiness", "refused", b"refused", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
+
+@_typing.final
+class ReadinessChanged(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    READY_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    ready: _builtins.bool
+    cause: _builtins.str
+    """Why not, when not; for people."""
+    def __init__(
+        self,
+        *,
+        ready: _builtins.bool = ...,
+        cause: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "ready", b"ready"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadinessChanged: _TypeAlias = ReadinessChanged  # noqa: Y015
 
 @_typing.final
 class Attached(_message.Message):

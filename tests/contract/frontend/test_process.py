@@ -67,6 +67,36 @@ async def test_f62_readiness_follows_the_scheduler_and_liveness_does_not(caplog:
         assert any("no connection to the scheduler" in cause for cause in causes)
 
 
+async def test_f62_a_scheduler_whose_workers_are_gone_makes_the_front_end_not_ready(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    double = SessionDouble()
+    async with double, front_end(double) as under_test:
+        double.say_readiness(False, "no worker is up (a:1 lost: refused)")
+        await under_test.until_health(NOT_SERVING)
+        assert await under_test.health("") == SERVING
+        assert under_test.process.front_end.not_ready_cause == (
+            "the scheduler is not ready: no worker is up (a:1 lost: refused)"
+        )
+        # Whether a request waits or is refused stays the scheduler's decision.
+        call = under_test.stub.Generate(text_request("hi"))
+        request = await double.next_request()
+        request.accept()
+        double.say_readiness(True)
+        await under_test.until_health(SERVING)
+        request.end_length()
+        assert [response.WhichOneof("event") async for response in call] == ["accepted", "finished"]
+        # What one scheduler said is not held against the next.
+        double.say_readiness(False, "draining")
+        await under_test.until_health(NOT_SERVING)
+        await double.stop()
+        await double.start()
+        await under_test.until_health(SERVING)
+        causes = [str(getattr(record, "cause", "")) for record in caplog.records if record.message == "not ready"]
+        assert any("a:1 lost" in cause for cause in causes)
+
+
 async def test_reflection_lists_the_service() -> None:
     async with served() as under_test:
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(under_test.channel)

@@ -411,6 +411,27 @@ async def test_the_first_frame_must_be_a_hello_of_this_revision(
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+async def test_f62_front_ends_hear_whether_a_worker_is_up_and_why_not() -> None:
+    double = WorkerDouble()
+    address = await double.start()
+    try:
+        async with running_scheduler(address) as scheduler, SessionClient(scheduler.address) as client:
+            await scheduler.ready()
+            await until(lambda: client.readiness and client.readiness[-1] == (True, ""))
+            await double.stop()
+            await until(lambda: not client.readiness[-1][0])
+            assert f"{address} lost" in client.readiness[-1][1]
+            # Also those who come now.
+            async with SessionClient(scheduler.address, "late") as late:
+                await until(lambda: late.readiness)
+                assert late.readiness == client.readiness[-1:]
+            await double.start(double.port)
+            await until(lambda: client.readiness[-1][0])
+            assert client.errors == []
+    finally:
+        await double.stop()
+
+
 async def test_undecodable_bytes_end_one_call_and_nothing_else(
     scheduler: RunningScheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
