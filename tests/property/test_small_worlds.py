@@ -121,8 +121,8 @@ def test_a_search_finds_a_way_back_to_where_it_was() -> None:
 @pytest.mark.parametrize("num_usable", range(1, 7))
 @pytest.mark.parametrize("policy", Policy)
 def test_three_requests_of_any_kind_always_end(policy: Policy, num_usable: int, caching: bool) -> None:
-    """The full bounds: three requests, prompts and max_tokens 1 to 4. A window of two contains one of one: to plan ahead
-    is a move like any other."""
+    """The full bounds: three requests, prompts and max_tokens 1 to 4. A window of two contains one of one: to plan
+    ahead is a move like any other."""
     full = world(policy=policy, num_usable=num_usable, depth=2, enable_prefix_caching=caching)
     assert explore([full]).idle_states > 0
 
