@@ -14,9 +14,9 @@ import contextlib
 import logging
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from scheduler_svc.frontend import codec
 from scheduler_svc.frontend.calls import CancelReason, Ended, ModelDescription, Submission
@@ -328,8 +328,8 @@ class SessionClient:
         try:
             async with asyncio.timeout(self._timing.attach_timeout_s):
                 await self._greet(stream)
-            helpers.append(asyncio.create_task(self._help(stream, self._send_frames(stream))))
-            helpers.append(asyncio.create_task(self._help(stream, self._keep_model_known())))
+            helpers.append(asyncio.create_task(self._help(stream, lambda: self._send_frames(stream))))
+            helpers.append(asyncio.create_task(self._help(stream, self._keep_model_known)))
             while True:
                 self._take(await stream.receive())
         except TimeoutError:
@@ -353,10 +353,10 @@ class SessionClient:
         self._take(frame)
         self.on_change()
 
-    async def _help(self, stream: SessionStream, work: Coroutine[Any, Any, None]) -> None:
+    async def _help(self, stream: SessionStream, work: Callable[[], Awaitable[None]]) -> None:
         """Work beside the receiving; when it fails, the stream ends, and receiving with it."""
         try:
-            await work
+            await work()
         except SessionLost:
             stream.close()
         except Exception:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import random
+import warnings
 from array import array
 from collections.abc import Mapping, Sequence
 
@@ -145,6 +147,29 @@ def test_after_a_good_session_the_first_pause_is_short_again() -> None:
         running.cancel()
 
     run(scenario())
+
+
+def test_a_stream_that_ends_with_its_first_frame_leaves_nothing_unfinished() -> None:
+    """Found by the simulation: work beside the receiving that is given up before it began."""
+
+    class OverAtOnce(MemoryTransport):
+        def attach(self) -> MemoryStream:
+            stream = super().attach()
+            stream.down.put_nowait(None)
+            return stream
+
+    async def scenario() -> None:
+        session = client(OverAtOnce())
+        running = asyncio.create_task(session.run())
+        await asyncio.sleep(5)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        gc.collect()
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run(scenario())
+    assert [str(warning.message) for warning in told] == []
 
 
 def test_something_is_sent_every_second_with_the_number_of_open_streams() -> None:
