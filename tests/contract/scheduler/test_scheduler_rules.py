@@ -47,7 +47,7 @@ async def served(scheduler: RunningScheduler, *, num: int = 8, num_tokens: int =
     await scheduler.all_free()
 
 
-# --- rules 1, 2, 4, 6 -------------------------------------------------------------------------------------------------
+# --- rules 1, 2, 4, 5, 6 ----------------------------------------------------------------------------------------------
 
 
 async def test_rule_1_steps_are_numbered_without_gap_and_each_is_acknowledged(double: WorkerDouble) -> None:
@@ -80,6 +80,125 @@ async def test_rule_1_no_more_steps_with_tokens_are_in_flight_than_open_says(dou
             await right(streams, 10)
     assert double.opens[0].max_inflight_steps == depth
     assert double.opens[0].num_rows == 64 * (depth + 1)
+
+
+def ints(column: bytes) -> list[int]:
+    return list(memoryview(column).cast("i")) if column else []
+
+
+class Holders:
+    """Who has had which block, and until which step: read from the steps as they were sent, once each."""
+
+    def __init__(self) -> None:
+        self.num_reused_after_use = 0
+        self._tables: dict[str, list[int]] = {}
+        self._rows: dict[int, str] = {}
+        self._last_used: dict[int, int] = {}
+
+    def take(self, step: step_pb2.SchedulerOutput) -> None:
+        """Asserts rule 5 for the blocks that this step gives somebody to write."""
+        for request_id in (*step.preempted_request_ids, *step.finished_request_ids):
+            self._tables.pop(request_id, None)
+        for new in step.new_requests:
+            table = self._tables[new.request_id] = ints(new.block_table)
+            self._rows[new.row] = new.request_id
+            block_size = -(-len(ints(new.token_ids)) // max(1, len(table)))
+            self._given(table[new.num_computed_tokens // max(1, block_size) :], new.request_id, step)
+        for row, block in zip(ints(step.appended_rows), ints(step.appended_blocks), strict=True):
+            self._given([block], self._rows[row], step)
+            self._tables[self._rows[row]].append(block)
+        for row in ints(step.rows):
+            for block in self._tables[self._rows[row]]:
+                self._last_used[block] = step.step_seq
+
+    def _given(self, blocks: list[int], request_id: str, step: step_pb2.SchedulerOutput) -> None:
+        others = {block for held_by, table in self._tables.items() if held_by != request_id for block in table}
+        for block in blocks:
+            assert block not in others, f"step {step.step_seq}: block {block} still belongs to somebody"
+            last_used = self._last_used.get(block, 0)
+            assert last_used <= step.processed_step_seq, (
+                f"step {step.step_seq} gives out block {block}, which step {last_used} used; processed are "
+                f"{step.processed_step_seq}"
+            )
+            self.num_reused_after_use += last_used > 0
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+async def test_rule_5_a_freed_block_is_not_given_out_before_its_fence_is_acknowledged(depth: int) -> None:
+    double = WorkerDouble(Capabilities(num_blocks=25))
+    await double.start()
+    double.delay_s = 0.002
+    rng = random.Random(depth)
+    try:
+        async with running_scheduler(
+            double.address, max_inflight_steps=depth, enable_prefix_caching=False, max_num_batched_tokens=64
+        ) as scheduler:
+            await scheduler.ready()
+            async with SessionClient(scheduler.address) as client:
+                streams = [client.submit(prompt(index), 30) for index in range(24)]
+                for number, stream in enumerate(streams):
+                    await stream.until(rng.randrange(1, 20))
+                    if number % 3 == 0:
+                        client.cancel(stream)
+                    if number % 6 == 0:
+                        # However long an acknowledgement takes, time opens no fence.
+                        double.answering.clear()
+                        await asyncio.sleep(0.2)
+                        double.answering.set()
+                for stream in streams:
+                    await stream.over()
+                await right([stream for number, stream in enumerate(streams) if number % 3], 30)
+                assert client.errors == []
+            # Opened by acknowledgement alone, without new traffic.
+            await scheduler.all_free()
+    finally:
+        await double.stop()
+    holders = Holders()
+    for received in double.steps:
+        holders.take(received.message)
+    assert holders.num_reused_after_use > 20
+    assert any(received.message.deferred_frees for received in double.steps)
+    assert double.breaches == []
+
+
+async def test_rule_6_a_token_of_a_preempted_request_is_delivered_once_and_becomes_part_of_the_recompute() -> None:
+    double = WorkerDouble(Capabilities(num_blocks=21))
+    await double.start()
+    double.delay_s = 0.001
+    try:
+        async with running_scheduler(double.address, enable_prefix_caching=False) as scheduler:
+            await scheduler.ready()
+            async with SessionClient(scheduler.address) as client:
+                await right([client.submit(prompt(index), 40) for index in range(8)], 40)
+                assert client.errors == []
+            assert (await scheduler.status()).num_preemptions > 0
+            await scheduler.all_free()
+    finally:
+        await double.stop()
+    # Tokens each request has had sampled, in every step sent before the one that brings it back.
+    known: dict[str, int] = {}
+    rows: dict[int, tuple[str, int]] = {}
+    num_resumed = num_late = 0
+    for step in (received.message for received in double.steps):
+        for request_id in step.preempted_request_ids:
+            num_late += known[request_id] > 0 and step.processed_step_seq < step.step_seq - 1
+        for new in step.new_requests:
+            length = len(ints(new.token_ids))
+            if new.request_id in known:
+                num_resumed += 1
+                assert length == new.num_prompt_tokens + known[new.request_id]
+            known.setdefault(new.request_id, 0)
+            rows[new.row] = (new.request_id, length - new.num_computed_tokens)
+        for row, count in zip(ints(step.rows), ints(step.num_tokens), strict=True):
+            request_id, left = rows[row]
+            left -= count
+            if left == 0:
+                known[request_id] += 1
+                left = 1
+            rows[row] = (request_id, left)
+    # Some were preempted while a step of theirs was on its way.
+    assert num_resumed > 0 and num_late > 0
+    assert double.breaches == []
 
 
 async def test_rule_6_a_token_of_an_aborted_request_is_dropped(double: WorkerDouble) -> None:
