@@ -65,6 +65,21 @@ async def test_streams_survive_preemptions_in_a_small_pool() -> None:
         assert [rank.epoch for rank in status.ranks] == [1]
 
 
+async def test_rule_11_equal_prompts_share_blocks_that_the_same_step_computes() -> None:
+    """F13: the worker fails a step in which a row does not find its own prefix, in this step or an earlier one."""
+    shared = prompt(3, 21)
+    async with own_worker() as worker, running_scheduler(worker.target.address) as scheduler:
+        await scheduler.ready()
+        async with SessionClient(scheduler.address) as client:
+            # The first keeps the worker busy while the others gather for one step.
+            streams = [client.submit(shared, 10) for _ in range(12)]
+            await right(streams)
+            cached = [stream.end.usage.num_cached_tokens for stream in streams if stream.end is not None]
+            assert sorted(cached)[1] == 20
+        assert (await scheduler.rank(worker.target.address)).epoch == 1
+        await scheduler.all_free()
+
+
 @pytest.mark.parametrize(
     "kind", ["fail", "missing_row", "out_of_range", "repeated_result", "withheld_result", "wrong_step_seq", "stall"]
 )
