@@ -158,11 +158,12 @@ def summary(outcomes: Sequence[Outcome], **counts: int) -> str:
     return "chaos: " + ", ".join(f"{name} {value}" for name, value in facts.items())
 
 
-async def again_and_again(blow: Callable[[], Awaitable[None]], busy: asyncio.Task[Any], until_s: float) -> int:
-    """Deal blow after blow for so many seconds, or until there is nobody left to suffer; the number of blows."""
+async def again_and_again(
+    blow: Callable[[], Awaitable[None]], busy: asyncio.Task[Any], until_s: float, *, at_least: int
+) -> None:
+    """Deal blow after blow for so many seconds, or until there is nobody left to suffer; but so many at least."""
     ends_at = time.monotonic() + until_s
     num = 0
-    while time.monotonic() < ends_at and not busy.done():
+    while num < at_least or (time.monotonic() < ends_at and not busy.done()):
         await blow()
         num += 1
-    return num
