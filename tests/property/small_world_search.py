@@ -113,6 +113,9 @@ class _Node:
     def fork(self) -> _Node:
         return _Node(clone(self.state), self.arrivals_left, self.faults_left, self.reads)
 
+    def successor(self) -> _Node:
+        return _Node(self.state, self.arrivals_left, self.faults_left, self.reads)
+
 
 class Search:
     """Depth first through one small world."""
@@ -156,7 +159,8 @@ class Search:
                 del self._path[-1:]
                 continue
             move = node.moves.pop()
-            child = node.fork()
+            # The last move may use up the state: of the node only the key is needed from here on.
+            child = node.fork() if node.moves or self.demand_independent_copies else node.successor()
             self._path.append(move)
             if self._apply(child, move) and self._is_new(child, node):
                 self._enter(child)
