@@ -8,9 +8,11 @@ from admission to preemption; results of an older run append tokens and change n
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from scheduler_svc.core.events import RequestArrived
 from scheduler_svc.core.kv.prefix_index import HashChain
 
 if TYPE_CHECKING:
@@ -59,6 +61,18 @@ TRANSITIONS: dict[Status, frozenset[Status]] = {
     Status.FINISHED_ABORTED: frozenset(),
     Status.FINISHED_ERROR: frozenset(),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How far a request may go, clipped to what fits."""
+
+    max_tokens: int
+    min_tokens: int
+    # Tokens, prompt included, at which it ends with LENGTH.
+    limit: int
+    # No row computes position row_limit or beyond: the last token of all needs no KV slot.
+    row_limit: int
 
 
 class Request:
@@ -121,54 +135,35 @@ class Request:
         "tokens_at_loss",
     )
 
-    def __init__(
-        self,
-        *,
-        request_id: str,
-        handle: int,
-        prompt: array[int],
-        max_tokens: int,
-        min_tokens: int,
-        limit: int,
-        row_limit: int,
-        eos_token_ids: frozenset[int],
-        stops: frozenset[int],
-        priority: int,
-        arrival: float,
-        sequence: int,
-        now: float,
-        cache_salt: str,
-        sampling: bytes,
-        deadline: float | None,
-        skip_prefix_cache: bool,
-        awaits_grammar: bool,
-        chain: HashChain,
-    ) -> None:
-        self.request_id = request_id
-        self.handle = handle
-        self.tokens = array("i", prompt)
-        self.num_prompt_tokens = self.num_tokens = len(prompt)
-        self.max_tokens = max_tokens
+    def __init__(self, event: RequestArrived, limits: Limits, *, sequence: int, now: float, chain: HashChain) -> None:
+        self.request_id = event.request_id
+        self.handle = event.handle
+        self.tokens = array("i", event.prompt)
+        self.num_prompt_tokens = self.num_tokens = len(event.prompt)
+        self.max_tokens = limits.max_tokens
         # No stop of any kind below this many tokens, prompt included.
-        self.min_length = self.num_prompt_tokens + min_tokens
-        # Tokens, prompt included, at which it ends with LENGTH.
-        self.limit = limit
-        # No row computes position row_limit or beyond: the last token of all needs no KV slot.
-        self.row_limit = row_limit
-        self.eos_token_ids = eos_token_ids
+        self.min_length = self.num_prompt_tokens + limits.min_tokens
+        self.limit = limits.limit
+        self.row_limit = limits.row_limit
+        self.eos_token_ids = frozenset(event.eos_token_ids)
         # EOS ids (unless ignored) and stop ids.
-        self.stops = stops
-        self.priority = priority
+        self.stops = self.eos_token_ids | frozenset(event.stop_token_ids)
+        self.priority = event.priority
         # Order among equals: time of arrival or, when none was given, the order of arrival.
-        self.arrival = arrival
+        self.arrival = float(sequence) if event.arrival is None else event.arrival
         self.sequence = sequence
-        self.cache_salt = cache_salt
-        self.sampling = sampling
-        self.deadline = deadline
-        self.skip_prefix_cache = skip_prefix_cache
+        self.cache_salt = event.cache_salt
+        self.sampling = event.sampling
+        self.deadline = event.deadline
+        self.skip_prefix_cache = event.skip_prefix_cache
+        self.status = Status.WAITING_FOR_GRAMMAR if event.awaits_grammar else Status.WAITING
+        self.grammar_ready = not event.awaits_grammar
+        self._start_runs(chain)
+        self._start_accounts(now)
+        self._start_waiting()
 
-        self.status = Status.WAITING_FOR_GRAMMAR if awaits_grammar else Status.WAITING
-        self.grammar_ready = not awaits_grammar
+    def _start_runs(self, chain: HashChain) -> None:
+        """Where it runs, how far it is, what it holds."""
         # The rank it runs on, or ran on last.
         self.rank: RankState | None = None
         self.row = -1
@@ -176,7 +171,6 @@ class Request:
         self.run = 0
         # Results of runs below this are dropped, tokens included (reset of the prefix cache).
         self.reset_mark = 0
-
         self.settled = 0
         self.in_flight = 0
         self.awaited = 0
@@ -186,7 +180,6 @@ class Request:
         # fence_seq of the newest step of `rank` that holds a row of it; 0: none.
         self.last_fence = 0
         self.drafts: tuple[int, ...] | list[int] = ()
-
         self.blocks: list[int] = []
         # len(blocks) * block_size.
         self.capacity = 0
@@ -195,6 +188,8 @@ class Request:
         self.num_published = 0
         self.publish_at = chain.first_publish_at
 
+    def _start_accounts(self, now: float) -> None:
+        """What it costs, and what happened to it."""
         self.num_preemptions = 0
         # Those by the scheduler's own choice, which max_preemptions bounds; losing a worker does not count.
         self.num_scheduler_preemptions = 0
@@ -212,7 +207,9 @@ class Request:
         self.fruitless_epochs = 0
         self.tokens_at_loss = -1
 
-        # Written by the queues: whether it stands in the skipped lane, and its heap entry under priority.
+    def _start_waiting(self) -> None:
+        """Written by the queues and the walks over them."""
+        # Whether it stands in the skipped lane, and its heap entry under priority.
         self.skipped = False
         self.queue_entry: object = None
         # The last reason for getting nothing, and the walk over the queue in which it was noted.

@@ -152,28 +152,8 @@ class Scheduler:
             return
         sequence = state.next_sequence
         state.next_sequence += 1
-        eos = frozenset(event.eos_token_ids)
-        request = Request(
-            request_id=event.request_id,
-            handle=event.handle,
-            prompt=event.prompt,
-            max_tokens=verdict.max_tokens,
-            min_tokens=verdict.min_tokens,
-            limit=verdict.limit,
-            row_limit=verdict.row_limit,
-            eos_token_ids=eos,
-            stops=eos | frozenset(event.stop_token_ids),
-            priority=event.priority,
-            arrival=float(sequence) if event.arrival is None else event.arrival,
-            sequence=sequence,
-            now=state.now,
-            cache_salt=event.cache_salt,
-            sampling=event.sampling,
-            deadline=event.deadline,
-            skip_prefix_cache=event.skip_prefix_cache,
-            awaits_grammar=event.awaits_grammar,
-            chain=HashChain(state.config.block_size, event.cache_salt, enabled=state.config.enable_prefix_caching),
-        )
+        chain = HashChain(state.config.block_size, event.cache_salt, enabled=state.config.enable_prefix_caching)
+        request = Request(event, verdict, sequence=sequence, now=state.now, chain=chain)
         state.requests[request.request_id] = request
         state.queue.append(request)
         state.watch_deadline(request)

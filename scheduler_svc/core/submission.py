@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
 
 import numpy as np
 
 from scheduler_svc.core.config import Policy
 from scheduler_svc.core.events import RefusalReason, RequestArrived, RequestRefused
+from scheduler_svc.core.request import Limits
 from scheduler_svc.core.state import CoreState
 
 # Larger than any sequence: "as many as fit".
 _UNBOUNDED = 1 << 31
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What was clipped to what fits."""
-
-    max_tokens: int
-    min_tokens: int
-    # Total tokens at which it ends with LENGTH, and the first position no row may compute.
-    limit: int
-    row_limit: int
 
 
 def judge(state: CoreState, event: RequestArrived) -> Limits | RequestRefused:

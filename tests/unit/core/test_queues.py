@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from scheduler_svc.core.config import Policy
+from scheduler_svc.core.events import RequestArrived
 from scheduler_svc.core.kv.prefix_index import HashChain
 from scheduler_svc.core.queues import FcfsLane, PriorityLane, WaitingQueue
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Limits, Request
 
 _SEQUENCE = iter(range(1 << 30))
 
@@ -20,30 +21,10 @@ def request(
     name: str, *, priority: int = 0, arrival: float | None = None, grammar: bool = False, n: int = 3
 ) -> Request:
     sequence = next(_SEQUENCE)
-    fields: dict[str, Any] = {
-        "handle": sequence,
-        "prompt": array("i", range(n)),
-        "max_tokens": 4,
-        "min_tokens": 0,
-        "limit": n + 4,
-        "row_limit": n + 3,
-        "eos_token_ids": frozenset(),
-        "stops": frozenset(),
-        "now": 0.0,
-        "cache_salt": "",
-        "sampling": b"",
-        "deadline": None,
-        "skip_prefix_cache": False,
-        "chain": HashChain(4, "", enabled=True),
-    }
-    return Request(
-        request_id=name,
-        priority=priority,
-        arrival=float(sequence) if arrival is None else arrival,
-        sequence=sequence,
-        awaits_grammar=grammar,
-        **fields,
+    event = RequestArrived(
+        name, sequence, array("i", range(n)), max_tokens=4, priority=priority, arrival=arrival, awaits_grammar=grammar
     )
+    return Request(event, Limits(4, 0, n + 4, n + 3), sequence=sequence, now=0.0, chain=HashChain(4, "", enabled=True))
 
 
 def names(requests: Any) -> list[str]:
