@@ -192,6 +192,10 @@ class PrometheusMetrics:
     def turn(self, num_events: int, duration_s: float) -> None:
         """See MetricsSink."""
 
+    def keep_ranks(self, names: Iterable[str]) -> None:
+        """Forget all other ranks: addresses that were given up would pile up as series for ever."""
+        self.facts.ranks = {name: self._rank(name) for name in names}
+
     # --- effects ---
 
     def _accepted(self, effect: RequestAccepted) -> None:

@@ -185,6 +185,7 @@ class SchedulerProcess:
 
         def read() -> list[Metric]:
             facts = service.model.facts
+            counts.keep_ranks(client.rank for client in service.pool.clients)
             return collect(service.core, counts, "" if facts is None else facts.name)
 
         exporter = MetricsServer(self._settings.metrics_listen, read)

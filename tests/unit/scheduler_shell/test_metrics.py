@@ -165,6 +165,14 @@ def test_prefix_cache_counters_outlive_the_rank() -> None:
     assert value(samples, "vllm:prefix_cache_queries_total") == 18
 
 
+def test_a_rank_that_was_given_up_leaves_no_series() -> None:
+    run = Run(usable=16)
+    run.sink.rank_changed("gone", "lost", 3)
+    run.sink.keep_ranks(["r", "new"])
+    ranks = {labels for name, labels in run.samples() if name == "stepfence_worker_up"}
+    assert ranks == {(("rank", "r"),), (("rank", "new"),)}
+
+
 def test_a_histogram_counts_a_bound_into_its_own_bucket() -> None:
     histogram = Histogram((1.0, 2.0))
     for observed in (0.5, 1.0, 1.5, 2.0, 9.0):
