@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -17,6 +17,8 @@ from stepfence.v1 import generation_service_pb2 as generation_pb2
 from stepfence.v1.generation_service_pb2_grpc import GenerationServiceServicer
 
 _STATUS_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
+# UsageError and InternalError. The stubs do not know it.
+_GRPC_ERROR: Final[type[Exception]] = cast(Any, grpc.aio).BaseError
 _DETAILS_KEY: Final = "grpc-status-details-bin"
 
 T = TypeVar("T")
@@ -88,9 +90,10 @@ class GenerationServicer(GenerationServiceServicer):
             return await work()
         except RequestError as error:
             await _abort(context, error)
-        except Exception:
-            # A write on a call that is gone fails in ways that do not matter to anybody.
-            if not context.done():
+        except Exception as error:
+            # A write on a call that is over fails in ways that do not matter to anybody; gRPC's own errors mean that it
+            # is over, even if the context does not know yet.
+            if not context.done() and not isinstance(error, _GRPC_ERROR):
                 log.exception("call failed")
             await _abort(context, RequestError(INTERNAL))
 

@@ -32,7 +32,7 @@ _WATCHDOG_S: Final = 1.5
 # Every step takes so long, so that streams last for seconds and share steps.
 _SCRIPT: Final = json.dumps({"delay_ms": 10.0, "jitter_ms": 5.0, "verify": "full"})
 # Small enough that what one worker alone must take over makes it preempt.
-_NUM_BLOCKS: Final = "161"
+_NUM_BLOCKS: Final = "321"
 
 Blow = Callable[[random.Random], Awaitable[None]]
 

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
+from scheduler_svc.frontend.api import GenerationServicer
 from scheduler_svc.frontend.text import ByteTokenizer
 from stepfence.v1 import generation_service_pb2 as pb
 from stepfence.v1 import model_pb2
@@ -267,6 +268,32 @@ async def test_an_unforeseen_error_is_logged_and_not_told(
         assert (told.code, told.reason) == ("INTERNAL", "INTERNAL_ERROR")
         assert "secret" not in told.message
         assert "a secret of the house" in caplog.text
+        await under_test.until_nothing_is_left()
+
+
+async def test_a_write_on_a_call_that_is_over_is_no_error_of_this_process(caplog: pytest.LogCaptureFixture) -> None:
+    """Found by fuzzing: the client's deadline passes while an answer is written, and gRPC says so before it knows."""
+
+    class OverContext:
+        async def write(self, message: object) -> None:
+            raise grpc.aio.InternalError("execute_batch failed")
+
+        def done(self) -> bool:
+            return False
+
+        def time_remaining(self) -> None:
+            return None
+
+        async def abort(self, *details: object) -> None:
+            raise grpc.aio.AbortError
+
+    async with served() as under_test:
+        under_test.double.play = lambda submit: [b"some", b"text"]
+        servicer = GenerationServicer(under_test.process.front_end)
+        context: Any = OverContext()
+        with caplog.at_level(logging.ERROR), pytest.raises(grpc.aio.AbortError):
+            await servicer.Generate(text_request(), context)
+        assert caplog.records == []
         await under_test.until_nothing_is_left()
 
 
