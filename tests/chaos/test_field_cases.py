@@ -19,10 +19,12 @@ from grpc_status import rpc_status
 
 from scheduler_svc.cli.health import check
 from scheduler_svc.cli.ports import free_address
+from scheduler_svc.grpc_options import refuse_unknown
 from stepfence.v1 import generation_service_pb2 as pb
 from tests.chaos.load import Order, Outcome, run_order
 from tests.e2e.client import DEADLINE_S, _AsCall, connect, generate, refusal, sampling
 from tests.support.processes import Deployment, Process, flags, wait_until
+from worker_svc.server import _KNOWN_OPTIONS
 
 _SLOW = json.dumps({"delay_ms": 10.0, "verify": "full"})
 
@@ -118,6 +120,43 @@ async def test_f62_no_green_health_in_front_of_a_dead_or_silent_worker(tmp_path:
         await asyncio.to_thread(deployment.wait_idle)
 
 
+def start_planted(part: str, plant: str) -> subprocess.CompletedProcess[str]:
+    """Start a part in which something was changed before; its end."""
+    given = {"listen": free_address("127.0.0.1:0", set()), "log_format": "json"}
+    if part == "worker":
+        start, arguments = "worker_svc.__main__", ["serve", "--runner", "scripted", *flags(given)]
+    else:
+        start, arguments = "scheduler_svc.__main__", [part, *flags(given)]
+    if part == "scheduler":
+        arguments += ["--metrics-listen", "none"]
+    code = f"import runpy, sys; sys.argv[1:] = {arguments!r}; {plant}; "
+    code += f"runpy.run_module('{start}', run_name='__main__')"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
+
+
+# As an engine once shipped it: a name that gRPC does not have, and ignores without a word.
+_UNKNOWN = "('grpc.http2.min_recv_ping_interval_without_data_ms', 10)"
+_OPTIONS = {
+    "scheduler": f"import scheduler_svc.grpc_options as m; m.SERVER_OPTIONS += ({_UNKNOWN},)",
+    "frontend": f"import scheduler_svc.grpc_options as m; m.SERVER_OPTIONS += ({_UNKNOWN},)",
+    "worker": (
+        "import worker_svc.server as m; check = m.checked_options; "
+        f"m.checked_options = lambda options: check((*options, {_UNKNOWN}))"
+    ),
+}
+
+
+@pytest.mark.parametrize("part", _OPTIONS)
+def test_f59_an_unknown_channel_option_fails_at_start(part: str) -> None:
+    ended = start_planted(part, _OPTIONS[part])
+    assert ended.returncode == 1, ended.stderr
+    assert "min_recv_ping_interval_without_data_ms" in ended.stderr
+
+
+def test_f59_the_workers_options_are_names_that_grpc_has() -> None:
+    refuse_unknown([(name, 0) for name in _KNOWN_OPTIONS])
+
+
 _FATAL = {
     "scheduler": "import scheduler_svc.core.scheduler as m; m.Scheduler.__init__ = None",
     "frontend": "import scheduler_svc.frontend.session_client as m; m.SessionClient.__init__ = None",
@@ -127,16 +166,7 @@ _FATAL = {
 
 @pytest.mark.parametrize("part", _FATAL)
 def test_f63_a_fatal_error_does_not_exit_with_0(part: str) -> None:
-    given = {"listen": free_address("127.0.0.1:0", set()), "log_format": "json"}
-    if part == "worker":
-        start, arguments = "worker_svc.__main__", ["serve", "--runner", "scripted", *flags(given)]
-    else:
-        start, arguments = "scheduler_svc.__main__", [part, *flags(given)]
-    if part == "scheduler":
-        arguments += ["--metrics-listen", "none"]
-    code = f"import runpy, sys; sys.argv[1:] = {arguments!r}; {_FATAL[part]}; "
-    code += f"runpy.run_module('{start}', run_name='__main__')"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
+    ended = start_planted(part, _FATAL[part])
     assert ended.returncode == 1, ended.stderr
     assert "TypeError" in ended.stderr
 
