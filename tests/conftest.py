@@ -13,7 +13,7 @@ settings.register_profile("long", settings.get_profile("default"), max_examples=
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 # Folders of tests from quick to slow; whatever runs the real model comes after all of them.
-_ORDER = ("unit", "conformance", "property", "contract", "simulation", "e2e", "bench", "gpu")
+_ORDER = ("unit", "conformance", "property", "contract", "simulation", "fuzz", "e2e", "chaos", "bench", "gpu")
 
 
 def pytest_configure() -> None:
