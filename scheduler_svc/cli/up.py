@@ -236,8 +236,8 @@ class _Up:
     def _on_signal(self, number: signal.Signals) -> None:
         self._signals.append(number)
         if len(self._signals) == 1:
-            _show("up", f"{number.name}: ending; once more ends at once")
             self._stop.set()
+            _show("up", f"{number.name}: ending; once more ends at once")
             return
         self._exit_code = 128 + number
         for part in (self._frontend, self._scheduler, *self._workers):
@@ -309,5 +309,17 @@ def _show(name: str, line: str) -> None:
         text = f"\x1b[{color}m{name:>9}\x1b[0m {line}"
     else:
         text = f"{name:>9} {line}"
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    try:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        _give_up_the_log()
+
+
+def _give_up_the_log() -> None:
+    """Nobody reads the log any more (`2>&1 | head`, a closed terminal): go on without one. What is written from now on,
+    by this process or by a child that inherits its stderr, goes nowhere instead of failing."""
+    with contextlib.suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from scheduler_svc.cli.health import check
+from scheduler_svc.cli.part import tethered
 from tests.support.processes import PATIENCE_S, Process, start_process, wait_until
 
 # From the signal to the end of the last process.
@@ -170,6 +171,25 @@ def test_what_the_drain_deadline_cuts_off_is_told_by_exit_code_3(up: Up) -> None
         assert client.wait(PATIENCE_S) == 1
         assert b"UNAVAILABLE / DRAINING" in client.stderr.read()
     assert process.wait() == 3, process.tail()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("num_lines", [0, 2, 5])
+def test_it_works_and_ends_without_a_reader_of_its_log(number: signal.Signals, num_lines: int) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    ports = ["--listen", address, "--scheduler-listen", "127.0.0.1:0", "--worker-listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "scheduler_svc", "up", "--runner", "scripted", "--metrics-listen", "none", *ports]
+    with subprocess.Popen(tethered(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        assert process.stdout is not None
+        for _ in range(num_lines):
+            process.stdout.readline()
+        process.stdout.close()
+        wait_until(lambda: check(address, "stepfence.v1.GenerationService", 5.0).serving, "the front end is ready")
+        assert _generate(address, "--max-tokens", "5").returncode == 0
+        process.send_signal(number)
+        assert process.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
