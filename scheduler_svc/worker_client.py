@@ -48,6 +48,8 @@ _MAX_NUM_BLOCKS: Final = 1 << 24
 _TOKENIZER_RETRY_S: Final = 1.0
 # ErrorInfo reason of a worker that is leaving.
 _DRAINING: Final = "DRAINING"
+# Code of a worker that cannot be opened as asked.
+_UNFIT_CODE: Final = "INVALID_ARGUMENT"
 
 
 class RankState(str, Enum):
@@ -393,8 +395,15 @@ class RankClient:
         # A first open may allocate the KV pool; a later one finds it there.
         patience = self._patience
         async with asyncio.timeout(patience.first_steps_watchdog_s if is_new else patience.step_watchdog_s):
-            await stream.send(opening)
-            data = await stream.receive()
+            try:
+                await stream.send(opening)
+                data = await stream.receive()
+            except LinkRejected as error:
+                # What was asked for is wrong for this worker (a pool without room for a block): asking the same again
+                # at once cannot help.
+                if is_new and error.code == _UNFIT_CODE:
+                    raise RankUnfit(str(error)) from None
+                raise
         if data is None:
             raise LinkLost("the worker ended the stream instead of opening it")
         frame = codec.decode_worker_frame(data)

@@ -112,6 +112,8 @@ class WorkerDouble(worker_service_pb2_grpc.WorkerServiceServicer):
         # Called with every new step before it is executed.
         self.on_step: Callable[[step_pb2.SchedulerOutput], None] | None = None
         self.capabilities_code: grpc.StatusCode | None = None
+        # Every stream is refused with it.
+        self.stream_code: grpc.StatusCode | None = None
         self.breaches: list[str] = []
         self.opens: list[worker_service_pb2.Open] = []
         self.steps: list[ReceivedStep] = []
@@ -216,6 +218,8 @@ class WorkerDouble(worker_service_pb2_grpc.WorkerServiceServicer):
     ) -> None:
         self.num_streams += 1
         number = self.num_streams
+        if self.stream_code is not None:
+            await context.abort(self.stream_code, "not with this geometry")
         queue: asyncio.Queue[worker_service_pb2.RunStepsResponse | None] = asyncio.Queue()
         self._outgoing[number] = queue
         reader = asyncio.create_task(self._read(number, request_iterator, queue))

@@ -527,6 +527,25 @@ async def test_rule_10_a_worker_that_cannot_serve_is_refused_with_the_reason(
     await double.stop()
 
 
+async def test_rule_10_a_worker_that_refuses_the_geometry_is_asked_rarely_and_told_of_once(
+    double: WorkerDouble, caplog: pytest.LogCaptureFixture
+) -> None:
+    double.stream_code = grpc.StatusCode.INVALID_ARGUMENT
+    async with running_scheduler(double.address) as scheduler:
+        async with asyncio.timeout(60):
+            while "not with this geometry" not in (await scheduler.rank(double.address)).cause:
+                await asyncio.sleep(0.01)
+            before = asyncio.get_running_loop().time()
+            assert double.num_streams == 1
+            while double.num_streams < 2:
+                await asyncio.sleep(0.01)
+        assert asyncio.get_running_loop().time() - before > 2
+        assert "not with this geometry" in (await scheduler.status()).not_ready_cause
+        double.stream_code = None
+        await scheduler.ready()
+    assert [record.message for record in caplog.records].count("rank refused") == 1
+
+
 async def test_rule_10_d44_a_rank_with_another_model_is_refused_until_it_agrees(double: WorkerDouble) -> None:
     other = WorkerDouble(Capabilities(model="other"), incarnation=2001)
     async with running_scheduler(double.address, await_second := "127.0.0.1:1") as scheduler:
