@@ -9,6 +9,7 @@ probably meant.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import tomllib
@@ -29,6 +30,8 @@ from scheduler_svc.retired_settings import REPLACEMENTS, WORKER_SETTINGS
 
 ENV_PREFIX: Final = "STEPFENCE_"
 _MAX_NUM_SEQS: Final = 128
+# What a worker takes as a number of bytes.
+_SIZE: Final = re.compile(r"^\d+(\.\d+)?\s*(|b|[kmg]i?b)$")
 # Orchestrators put STEPFENCE_..._SERVICE_HOST, ..._PORT, ..._PORT_50051_TCP_ADDR and the like into every container
 # beside a service of that name.
 _INJECTED: Final = re.compile(r"^STEPFENCE_(.*_)?(SERVICE_HOST|(SERVICE_)?PORT(_.*)?)$")
@@ -54,6 +57,8 @@ _COMMAND_VARIABLES: Final = frozenset(
         "json",
     }
 )
+# Models that a worker fetches by name. A test holds this equal to the worker's own.
+KNOWN_MODELS: Final = ("smollm2",)
 _SECTIONS: Final = ("scheduler", "frontend", "worker", "up")
 
 LogFormat = Literal["auto", "json", "text"]
@@ -81,6 +86,35 @@ def _none(value: object) -> object:
     return None if isinstance(value, str) and value.strip().lower() in ("", "none") else value
 
 
+def _size(value: object) -> object:
+    """A number of bytes or a text like 1GiB, as the text that a worker takes. Raises ValueError."""
+    value = _none(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if isinstance(value, str) and not _SIZE.match(value.strip().lower()):
+        raise ValueError("must be a number of bytes, or like 512MiB, 1GiB")
+    return value
+
+
+def _script(value: object) -> object:
+    """JSON, or the table of a settings file, as JSON. What it may hold is the worker's business. Raises ValueError."""
+    value = _none(value)
+    if isinstance(value, dict):
+        return json.dumps(value)
+    if isinstance(value, str):
+        try:
+            json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"must be JSON: {error}") from None
+    return value
+
+
+def _two_blocks(value: int | None) -> int | None:
+    if value is not None and value < 2:
+        raise ValueError("must be at least 2: block 0 (the null block) holds nothing")
+    return value
+
+
 def _split(value: object) -> object:
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
@@ -95,7 +129,12 @@ OptionalCount = Annotated[int | None, Field(ge=1), BeforeValidator(_none)]
 OptionalLimit = Annotated[int | None, Field(ge=0), BeforeValidator(_none)]
 OptionalAddress = Annotated[Address | None, BeforeValidator(_none)]
 OptionalPath = Annotated[Path | None, BeforeValidator(_none)]
-OptionalText = Annotated[str | None, BeforeValidator(_none)]
+OptionalNumBlocks = Annotated[int | None, AfterValidator(_two_blocks), BeforeValidator(_none)]
+OptionalShare = Annotated[Annotated[float, Field(gt=0, le=1)] | None, BeforeValidator(_none)]
+OptionalSize = Annotated[str | None, BeforeValidator(_size)]
+OptionalScript = Annotated[str | None, BeforeValidator(_script)]
+OptionalDevice = Annotated[Literal["cpu", "cuda"] | None, BeforeValidator(_none)]
+OptionalDtype = Annotated[Literal["float32", "bfloat16", "auto"] | None, BeforeValidator(_none)]
 
 
 class _Settings(BaseSettings):
@@ -257,16 +296,25 @@ class UpSettings(_Scheduling):
     max_prompt_bytes: int = Field(1_048_576, ge=1, description="Longest prompt text in bytes of UTF-8.")
     model: str = Field("smollm2", description="Path of a model, or a known name; fetched when not there.")
     runner: Literal["model", "scripted"] = Field("model", description="model, or scripted (no torch, made-up text).")
-    device: OptionalText = Field(None, description="cpu or cuda; none = the worker's default.")
-    dtype: OptionalText = Field(None, description="float32, bfloat16 or auto; none = the worker's default.")
-    num_blocks: OptionalCount = Field(
-        None, description="KV blocks per worker, the null block included; none = from kv_memory."
+    device: OptionalDevice = Field(None, description="cpu or cuda; none = the worker's default.")
+    dtype: OptionalDtype = Field(None, description="float32, bfloat16 or auto; none = the worker's default.")
+    num_blocks: OptionalNumBlocks = Field(
+        None, description="KV blocks per worker, the null block included (at least 2); none = from kv_memory."
     )
-    kv_memory: OptionalText = Field(
+    kv_memory: OptionalSize = Field(
         None, description="KV memory per worker, in bytes or as 1GiB; none = the worker's default."
     )
-    gpu_memory_utilization: OptionalText = Field(None, description="Share of GPU memory a worker may use (cuda).")
+    gpu_memory_utilization: OptionalShare = Field(None, description="Share of GPU memory a worker may use (cuda).")
     threads: OptionalCount = Field(None, description="Threads per worker; none = the worker's default.")
+    script: OptionalScript = Field(
+        None, description="JSON with delays and faults of scripted workers (docs/worker.md); none = no faults."
+    )
+
+    @model_validator(mode="after")
+    def _script_needs_its_runner(self) -> Self:
+        if self.script is not None and self.runner != "scripted":
+            raise ValueError("script goes with runner = scripted only")
+        return self
 
     @classmethod
     def sections(cls) -> tuple[tuple[str, Mapping[str, str]], ...]:

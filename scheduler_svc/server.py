@@ -20,7 +20,7 @@ from prometheus_client.metrics_core import Metric
 
 from scheduler_svc import journal, logs
 from scheduler_svc.admin import AdminServicer
-from scheduler_svc.config import SchedulerSettings
+from scheduler_svc.config import SchedulerSettings, SettingsError
 from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.facts import MetricsSink, Recorder
 from scheduler_svc.grpc_options import SERVER_OPTIONS, refuse_unknown
@@ -56,12 +56,16 @@ _READY_SERVICES: Final = (
 
 def run(settings: SchedulerSettings) -> int:
     """Serve until drained or told to stop. Returns the exit code: 0 ended as asked, 1 fatal error, 3 work was cut off,
-    130 / 143 ended at once by a second SIGINT / SIGTERM."""
+    130 / 143 ended at once by a second SIGINT / SIGTERM. Raises SettingsError for settings that exclude each other."""
     logs.configure(settings.log_format)
     recorder = None
     try:
+        config = core_config(settings)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+    try:
         if settings.record is not None:
-            recorder = journal.Recorder(settings.record, core_config(settings))
+            recorder = journal.Recorder(settings.record, config)
     except OSError as error:
         log.error("cannot write %s: choose another file with --record", settings.record, extra={"cause": str(error)})
         return EXIT_FATAL

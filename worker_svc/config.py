@@ -144,8 +144,15 @@ def _script(value: object) -> object:
         raise ValueError(f"must be JSON: {error}") from None
 
 
+def _two_blocks(value: int | None) -> int | None:
+    if value is not None and value < 2:
+        raise ValueError("must be at least 2: block 0 (the null block) holds nothing")
+    return value
+
+
 OptionalBytes = Annotated[int | None, Field(ge=1), BeforeValidator(parse_bytes)]
 OptionalCount = Annotated[int | None, Field(ge=1), BeforeValidator(_none)]
+OptionalNumBlocks = Annotated[int | None, AfterValidator(_two_blocks), BeforeValidator(_none)]
 
 
 class WorkerSettings(BaseSettings):
@@ -160,8 +167,8 @@ class WorkerSettings(BaseSettings):
     runner: Literal["model", "scripted"] = Field("model", description="model, or scripted (no torch, made-up text).")
     device: Literal["cpu", "cuda"] = Field("cpu", description="cpu or cuda.")
     dtype: Literal["float32", "bfloat16", "auto"] = Field("float32", description="float32, bfloat16 or auto.")
-    num_blocks: OptionalCount = Field(
-        None, description="KV blocks, the null block included; none = from kv_memory (scripted: 4096)."
+    num_blocks: OptionalNumBlocks = Field(
+        None, description="KV blocks, the null block included (at least 2); none = from kv_memory (scripted: 4096)."
     )
     kv_memory: OptionalBytes = Field(
         None, description="Memory for KV, in bytes or as 1GiB; none = 1GiB (cpu), gpu_memory_utilization (cuda)."

@@ -119,6 +119,8 @@ def _metavar(name: str, info: FieldInfo) -> str:
         return "BYTES"
     if "Path" in text:
         return "FILE"
+    if name == "script":
+        return "JSON"
     if "float" in text or name == "gpu_memory_utilization":
         return "SHARE"
     return "NAME" if "Literal" in text or "str" in text else "N"

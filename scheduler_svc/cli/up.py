@@ -33,7 +33,7 @@ from scheduler_svc.cli.delegates import worker_command
 from scheduler_svc.cli.options import as_flags
 from scheduler_svc.cli.part import Part, tethered
 from scheduler_svc.cli.ports import free_address
-from scheduler_svc.config import ENV_PREFIX, SERVICES, UpSettings, flag
+from scheduler_svc.config import ENV_PREFIX, KNOWN_MODELS, SERVICES, SettingsError, UpSettings, flag
 
 # Beyond the drain deadline: for exchanging last messages and leaving the process. The sum over the three kinds of parts
 # keeps the default end below five seconds.
@@ -43,6 +43,10 @@ _RESTART_S: Final = (0.2, 0.5, 1.0, 2.0, 5.0)
 _SETTLED_S: Final = 30.0
 _POLL_S: Final = 0.1
 _REPORT_S: Final = 5.0
+_WORKER_SETTINGS: Final = (
+    *("model", "runner", "script", "device", "dtype", "threads"),
+    *("num_blocks", "kv_memory", "gpu_memory_utilization"),
+)
 _COLORS: Final = {"scheduler": "36", "frontend": "35", "worker": "32", "up": "1"}
 
 
@@ -55,10 +59,27 @@ class _Addresses:
 
 
 def run(settings: UpSettings) -> int:
-    """Start everything and stay until it ends; the value is the exit code."""
+    """Start everything and stay until it ends; the value is the exit code. Raises SettingsError for what cannot work,
+    before anything is started."""
     import uvloop
 
+    refuse_unusable(settings)
     return uvloop.run(_Up(settings).run())
+
+
+def refuse_unusable(settings: UpSettings) -> None:
+    """Raise SettingsError for settings that would only make a part end at its start."""
+    from scheduler_svc.server import core_config
+
+    try:
+        core_config(settings.scheduler_settings(settings.scheduler_listen, ()))
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+    model = settings.model
+    if settings.runner == "scripted" or not settings.workers or Path(model).exists() or model in KNOWN_MODELS:
+        return
+    known = f"the known names are {', '.join(KNOWN_MODELS)}"
+    raise SettingsError(f"model: {model!r} is neither the path of a model nor a known name ({known})")
 
 
 class _Up:
@@ -258,7 +279,7 @@ class _Up:
 
 def _worker_flags(settings: UpSettings) -> list[str]:
     arguments: list[str] = []
-    for name in ("model", "runner", "device", "dtype", "num_blocks", "kv_memory", "gpu_memory_utilization", "threads"):
+    for name in _WORKER_SETTINGS:
         value = getattr(settings, name)
         if value is not None:
             arguments += [flag(name), str(value)]

@@ -257,17 +257,19 @@ def test_settings_that_cannot_work_end_it_with_2(up: Up) -> None:
     refused = up("--block-size", "0")
     assert refused.wait() == 2
     assert "block_size (on the command line)" in refused.output()
-    worker = up("--kv-memory", "much")
+    worker = up("--script", '{"delay_s": 1}')
     assert worker.wait() == 2, worker.tail()
-    assert "could not start" in worker.output()
+    assert "could not start" in worker.output() and "delay_s" in worker.output()
 
 
 def test_settings_of_the_environment_reach_the_parts(up: Up) -> None:
-    process = up(environment={"STEPFENCE_MAX_INFLIGHT_STEPS": "3", "STEPFENCE_NUM_BLOCKS": "33"})
+    environment = {"STEPFENCE_MAX_INFLIGHT_STEPS": "3", "STEPFENCE_NUM_BLOCKS": "33"}
+    process = up(environment={**environment, "STEPFENCE_SCRIPT": '{"delay_ms": 0.5}'})
     _ready(process)
     worker = Path(f"/proc/{_part(process, 'worker_svc')}/cmdline").read_bytes().split(b"\0")
     scheduler = Path(f"/proc/{_part(process, 'scheduler_svc scheduler')}/cmdline").read_bytes().split(b"\0")
     assert worker[worker.index(b"--num-blocks") + 1] == b"33"
+    assert worker[worker.index(b"--script") + 1] == b'{"delay_ms": 0.5}'
     assert scheduler[scheduler.index(b"--max-inflight-steps") + 1] == b"3"
 
 

@@ -89,6 +89,29 @@ def test_what_is_wrong_is_said_and_exits_with_2(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["scheduler", "up"])
+def test_settings_that_exclude_each_other_are_one_line_and_exit_with_2(command: str) -> None:
+    runner = ("--runner", "scripted") if command == "up" else ()
+    answer = _run(command, *runner, "--no-enable-chunked-prefill", "--max-model-len", "4000")
+    assert (answer.returncode, answer.stderr.count("\n"), answer.stdout) == (2, 1, "")
+    assert answer.stderr.startswith("error: without chunked prefill max_num_batched_tokens (2048)")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--model", "nosuch"), "error: model: 'nosuch' is neither the path of a model nor a known name"),
+        (("--model", "/no/such"), "error: model: '/no/such' is neither the path of a model nor a known name"),
+        (("--device", "tpu"), "error: device (on the command line)"),
+        (("--dtype", "int8"), "error: dtype (on the command line)"),
+    ],
+)
+def test_up_refuses_at_once_what_no_worker_can_do(arguments: tuple[str, ...], told: str) -> None:
+    answer = _run("up", *arguments)
+    assert (answer.returncode, answer.stderr.count("\n"), answer.stdout) == (2, 1, "")
+    assert answer.stderr.startswith(told)
+
+
 def test_flags_after_a_double_dash_are_the_prompts_business() -> None:
     refuse_unknown_flags(["--seed", "1", "--", "--unknown"], {"--seed"})
     with pytest.raises(SettingsError, match="--seeds"):

@@ -6,8 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_svc.config import SERVICES, FrontendSettings, SchedulerSettings, SettingsError, UpSettings
+from scheduler_svc.config import (
+    KNOWN_MODELS,
+    SERVICES,
+    FrontendSettings,
+    SchedulerSettings,
+    SettingsError,
+    UpSettings,
+)
 from scheduler_svc.retired_settings import REPLACEMENTS, WORKER_SETTINGS
+from worker_svc import fetch_model
 
 
 def _file(folder: Path, text: str) -> Path:
@@ -190,3 +198,42 @@ def test_the_workers_settings_are_the_workers_own() -> None:
     from worker_svc.config import WorkerSettings
 
     assert frozenset(WorkerSettings.model_fields) == WORKER_SETTINGS
+
+
+def test_up_takes_the_workers_section_as_the_worker_does(tmp_path: Path) -> None:
+    text = (
+        "[worker]\ngpu_memory_utilization = 0.8\nkv_memory = 1073741824\nrunner = 'scripted'\n"
+        "script = {step_seconds = 0.5}\n"
+    )
+    loaded = UpSettings.load({}, _file(tmp_path, text))
+    assert (loaded.gpu_memory_utilization, loaded.kv_memory) == (0.8, "1073741824")
+    assert loaded.script == '{"step_seconds": 0.5}'
+    assert UpSettings.load({"kv_memory": "1.5 GiB", "gpu_memory_utilization": "0.5"}).kv_memory == "1.5 GiB"
+
+
+def test_up_reads_the_script_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPFENCE_SCRIPT", '{"step_seconds": 0.5}')
+    assert UpSettings.load({"runner": "scripted"}).script == '{"step_seconds": 0.5}'
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("kv_memory", "much", "like 512MiB"),
+        ("kv_memory", "1TB", "like 512MiB"),
+        ("gpu_memory_utilization", "1.5", "less than or equal to 1"),
+        ("num_blocks", "1", "at least 2: block 0"),
+        ("device", "tpu", "'cpu' or 'cuda'"),
+        ("dtype", "int8", "'float32', 'bfloat16' or 'auto'"),
+        ("script", "{", "must be JSON"),
+        ("script", "{}", "script goes with runner = scripted only"),
+    ],
+)
+def test_up_refuses_what_its_workers_would_refuse(name: str, value: str, told: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        UpSettings.load({name: value})
+    assert told in _problems(error)
+
+
+def test_up_knows_the_models_that_workers_fetch() -> None:
+    assert sorted(KNOWN_MODELS) == sorted(fetch_model.KNOWN_MODELS)

@@ -110,3 +110,9 @@ def test_facts_are_in_the_log_line(log_format: str) -> None:
         )
     else:
         assert "opened" in line and "epoch=3" in line
+
+
+def test_a_pool_needs_a_block_beside_the_null_block() -> None:
+    with pytest.raises(SettingsError, match=r"num_blocks \(on the command line\): must be at least 2: block 0"):
+        WorkerSettings.load({"num_blocks": "1"})
+    assert WorkerSettings.load({"num_blocks": "2"}).num_blocks == 2
