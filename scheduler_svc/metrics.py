@@ -114,8 +114,6 @@ class _Timing:
 class _Rank:
     state: str = "connecting"
     epoch: int = 0
-    num_sent_steps: int = 0
-    num_acked_steps: int = 0
 
 
 @dataclass(slots=True)
@@ -160,13 +158,11 @@ class PrometheusMetrics:
 
     def step_sent(self, output: SchedulerOutput) -> None:
         """See MetricsSink."""
-        self._rank(output.rank).num_sent_steps = output.step_seq
         if output.total_num_tokens:
             self.facts.iteration_tokens.observe(output.total_num_tokens)
 
     def step_acked(self, rank: str, step_seq: int, rtt_s: float, staged_s: float, executed_s: float) -> None:
         """See MetricsSink."""
-        self._rank(rank).num_acked_steps = step_seq
         self.facts.step_rtt.observe(rtt_s)
         self.facts.step_execute.observe(executed_s)
 
@@ -183,11 +179,7 @@ class PrometheusMetrics:
     def rank_changed(self, rank: str, state: str, epoch: int) -> None:
         """See MetricsSink."""
         known = self._rank(rank)
-        if known.epoch != epoch:
-            known.num_sent_steps = known.num_acked_steps = 0
         known.state, known.epoch = state, epoch
-        if state == "lost":
-            known.num_sent_steps = known.num_acked_steps = 0
 
     def turn(self, num_events: int, duration_s: float) -> None:
         """See MetricsSink."""

@@ -253,11 +253,6 @@ class FrontEndSession:
         self._outgoing_bytes -= size
         return frame
 
-    @property
-    def is_drained(self) -> bool:
-        """Whether nothing waits to be sent."""
-        return not self._outgoing
-
     def end_after_flush(self, failure: Failure) -> None:
         """End the stream when everything queued has been sent."""
         self._end = self._end or failure

@@ -95,10 +95,6 @@ def invalid(violations: tuple[Violation, ...], reason: str = "INVALID_PARAMETER"
     return RequestError(Failure(Code.INVALID_ARGUMENT, reason, message, facts, None, violations))
 
 
-def unavailable(reason: str, message: str) -> RequestError:
-    return RequestError(Failure(Code.UNAVAILABLE, reason, message))
-
-
 SCHEDULER_LOST = Failure(
     Code.UNAVAILABLE,
     "SCHEDULER_UNAVAILABLE",

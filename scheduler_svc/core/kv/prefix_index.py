@@ -10,7 +10,6 @@ from __future__ import annotations
 from array import array
 from hashlib import sha256
 
-ALGORITHM = "sha256"
 _NEVER = 1 << 62
 
 
