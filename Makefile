@@ -54,8 +54,9 @@ test-long: $(DEV_STAMP) ## The tests that take much longer.
 mutants: $(DEV_STAMP) ## Plant faults in the core, one at a time: each must be caught by a test.
 	python -m tests.mutants $(ARGS)
 
-bench: $(DEV_STAMP) ## Benchmarks: figures and ratios of one run, not gates.
-	python -m tests.bench.scheduler_step --running 256
+bench: $(DEV_STAMP) ## What scheduling costs, in seconds; no gates. Of the model: python -m tests.bench.cpu_engine.
+	@for running in 32 256 1024; do python -m tests.bench.scheduler_step --running $$running || exit; done
+	python -m tests.bench.scheduler_variants --steps 100
 
 sim: $(DEV_STAMP) ## Search a million random steps for a broken rule (docs/simulation.md), about ten minutes; then the protocol's.
 	$(BIN)/python -m scheduler_svc.simulation.core_simulation --steps 1000000 $(ARGS)
