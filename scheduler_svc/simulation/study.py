@@ -73,7 +73,6 @@ class Measures:
     gap_p99_preempted: float | None
     gap_p99_untouched: float | None
     # Longest gap of each such request.
-    pause_p50_preempted: float | None
     pause_p99_preempted: float | None
     pause_p99_untouched: float | None
 
@@ -96,7 +95,6 @@ def measure(run: VirtualRun) -> Measures:
         ttft_p99_untouched=quantile(_ttfts(untouched), 99),
         gap_p99_preempted=quantile(_gaps(preempted), 99),
         gap_p99_untouched=quantile(_gaps(untouched), 99),
-        pause_p50_preempted=quantile(_pauses(preempted), 50),
         pause_p99_preempted=quantile(_pauses(preempted), 99),
         pause_p99_untouched=quantile(_pauses(untouched), 99),
     )
