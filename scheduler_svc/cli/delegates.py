@@ -84,7 +84,10 @@ def _scenario_run(
         typer.Argument(exists=True, dir_okay=False, help="Scenario files (JSON, or JSON lines).", show_default=False),
     ],
 ) -> None:
-    """Run scenarios through the scheduler and print one JSON record per step."""
+    """Run scenarios through the scheduler and print one JSON result a scenario, with a record for each of its steps.
+
+    Exit codes: 0 all were run, 1 some could not be (the reasons are on standard error), 2 a file holds no scenarios.
+    """
     from scheduler_svc.simulation.scenario import main as run_scenarios
 
     raise typer.Exit(run_scenarios(files))

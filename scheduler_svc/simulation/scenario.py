@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -45,6 +46,12 @@ from scheduler_svc.core.scheduler import Scheduler
 Json = dict[str, Any]
 _RANK = "rank"
 _VOCAB_SIZE = 1 << 30
+_EXPECTED = (
+    "not a file of scenarios: it must hold one JSON object with name, config and ops, a list of such, or, as .jsonl, one "
+    "a line (each may be gzipped as .gz)"
+)
+# Failures that are told one by one.
+_MAX_TOLD = 5
 _CONFIG_DEFAULTS: Json = {
     "num_blocks": 1000,
     "block_size": 16,
@@ -440,8 +447,22 @@ def run_scenario(scenario: Json, *, check_invariants: bool = False) -> Json:
     return {"name": scenario.get("name"), "ok": True, "error": None, "records": records}
 
 
+class ScenarioFileError(Exception):
+    """A file that holds no scenarios; the text names it and says what it should hold."""
+
+
 def read_scenarios(path: Path) -> list[Json]:
-    """Scenarios of a .json (a list) or .jsonl (one a line) file, either with .gz."""
+    """Scenarios of a .json (one, or a list) or .jsonl (one a line) file, either with .gz. Raises ScenarioFileError."""
+    try:
+        scenarios = _parse(path)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise ScenarioFileError(f"{path}: {_EXPECTED}: {error}") from None
+    if not all(isinstance(scenario, dict) for scenario in scenarios):
+        raise ScenarioFileError(f"{path}: {_EXPECTED}: it holds something that is not a JSON object")
+    return scenarios
+
+
+def _parse(path: Path) -> list[Json]:
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8") as file:
         text = file.read()
@@ -452,11 +473,29 @@ def read_scenarios(path: Path) -> list[Json]:
 
 
 def main(paths: Iterable[str | Path], out: TextIO | None = None) -> int:
-    """Print one result a line, each as soon as it is known. Exit status 1 if any could not be run."""
-    failed = False
+    """Print one result a line, each as soon as it is known. Exit status 0 all were run, 1 some could not be (how many
+    and why is told on stderr), 2 a file holds no scenarios."""
+    count, failures = 0, []
     for path in paths:
-        for scenario in read_scenarios(Path(path)):
+        try:
+            scenarios = read_scenarios(Path(path))
+        except ScenarioFileError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        for scenario in scenarios:
             result = run_scenario(scenario)
-            failed |= not result["ok"]
+            count += 1
+            if not result["ok"]:
+                failures.append(f"{path}: {result['name'] or f'scenario {count}'}: {result['error']}")
             print(json.dumps(result, separators=(",", ":")), file=sys.stdout if out is None else out, flush=True)
-    return int(failed)
+    if failures:
+        _tell(failures, count)
+    return int(bool(failures))
+
+
+def _tell(failures: list[str], count: int) -> None:
+    print(f"error: {len(failures)} of {count} scenarios could not be run:", file=sys.stderr)
+    for failure in failures[:_MAX_TOLD]:
+        print(f"  {failure}", file=sys.stderr)
+    if len(failures) > _MAX_TOLD:
+        print(f"  and {len(failures) - _MAX_TOLD} more; each result on stdout has its error", file=sys.stderr)

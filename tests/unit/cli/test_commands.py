@@ -3,6 +3,8 @@ matters."""
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import subprocess
 import sys
@@ -167,6 +169,41 @@ def test_the_worker_and_fetch_model_explain_themselves() -> None:
     assert _run("fetch-model", "--help").returncode == 0
     unknown = _run("fetch-model", "no-such-model")
     assert unknown.returncode != 0 and "smollm2" in unknown.stderr + unknown.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("README.md", b"# Words"),
+        ("s.json", b""),
+        ("s.json", b"[1]"),
+        ("s.json", b"[{}, null]"),
+        ("s.jsonl", b"{}\n{"),
+        ("s.json", b"\xff\xfe"),
+        ("s.json.gz", b"not gzip"),
+        ("s.json.gz", gzip.compress(b"[]" * 50)[:-9]),
+    ],
+)
+def test_a_file_without_scenarios_is_one_line_that_says_what_it_should_hold(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
+    file = tmp_path / name
+    file.write_bytes(content)
+    answer = _run("scenario", "run", str(file))
+    assert (answer.returncode, answer.stdout, answer.stderr.count("\n")) == (2, "", 1), answer
+    assert answer.stderr.startswith(f"error: {file}: not a file of scenarios: it must hold one JSON object with name")
+
+
+def test_scenarios_that_cannot_be_run_are_counted_on_stderr(tmp_path: Path) -> None:
+    file = tmp_path / "s.json"
+    good = {"name": "good", "ops": [{"op": "add", "id": "a", "prompt_len": 3}]}
+    file.write_text(json.dumps([good, *({"name": f"bad-{index}", "ops": [{"op": "dance"}]} for index in range(7))]))
+    answer = _run("scenario", "run", str(file))
+    assert (answer.returncode, answer.stdout.count("\n")) == (1, 8)
+    lines = answer.stderr.splitlines()
+    assert lines[0] == "error: 7 of 8 scenarios could not be run:"
+    assert len(lines) == 7 and "bad-0: ScenarioError: " in lines[1] and "dance" in lines[1] and "2 more" in lines[-1]
+    assert "one JSON result a scenario" in " ".join(_run("scenario", "run", "--help").stdout.split())
 
 
 def test_scenarios_that_do_not_exist_are_an_error() -> None:
