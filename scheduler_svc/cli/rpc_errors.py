@@ -27,6 +27,9 @@ _ADVICE: Final[dict[str, str]] = {
     "NO_TOKENIZER": "this model takes token ids only",
     "WORKER_FAULT": "workers failed while they ran this request; their logs say why",
 }
+FRONT_END: Final = "front end"
+SCHEDULER: Final = "scheduler"
+_WHERE: Final = "(a front end answers on 50051 by default; the scheduler on 50052)"
 # The request itself is at fault: sending it again cannot help.
 _CALLER_AT_FAULT: Final = frozenset(
     {
@@ -62,10 +65,10 @@ class CallFailure:
         return told
 
 
-def explain(error: Any, target: str) -> CallFailure:
+def explain(error: Any, target: str, server: str = FRONT_END) -> CallFailure:
     """Read status and details of a failed call to `target`.
 
-    error: the grpc.RpcError, which is also the call.
+    error: the grpc.RpcError, which is also the call. server: FRONT_END or SCHEDULER, which of them was meant.
     """
     code: grpc.StatusCode = error.code()
     reason, usage, retry_after, violations = "", None, None, []
@@ -92,6 +95,8 @@ def explain(error: Any, target: str) -> CallFailure:
         advice = (
             f"is anything listening at {target}? Start it with `stepfence up`, or name another address with --target"
         )
+    if code is grpc.StatusCode.UNIMPLEMENTED and not reason:
+        advice = f"that address is not a {server} {_WHERE}"
     return CallFailure(
         status=code.name,
         reason=reason,

@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from scheduler_svc.cli.rpc_errors import explain
+from scheduler_svc.cli.rpc_errors import SCHEDULER, explain
 from stepfence.v1 import admin_service_pb2 as pb
 from stepfence.v1.admin_service_pb2_grpc import AdminServiceStub
 
@@ -45,7 +45,7 @@ def show_audit(target: str, as_json: bool) -> int:
 
 
 def _failed(error: grpc.RpcError, target: str) -> int:
-    failure = explain(error, target)
+    failure = explain(error, target, SCHEDULER)
     print("\n".join(failure.lines()), file=sys.stderr)
     return failure.exit_code
 

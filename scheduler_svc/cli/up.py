@@ -47,11 +47,17 @@ _WORKER_SETTINGS: Final = (
     *("model", "runner", "script", "device", "dtype", "threads"),
     *("num_blocks", "kv_memory", "gpu_memory_utilization"),
 )
+_DEFAULT_ADDRESSES: Final = tuple(
+    str(UpSettings.model_fields[name].default)
+    for name in ("listen", "scheduler_listen", "worker_listen", "metrics_listen")
+)
 _COLORS: Final = {"scheduler": "36", "frontend": "35", "worker": "32", "up": "1"}
 
 
 @dataclass(frozen=True, slots=True)
-class _Addresses:
+class Addresses:
+    """HOST:PORT of every part."""
+
     frontend: str
     scheduler: str
     workers: tuple[str, ...]
@@ -82,11 +88,37 @@ def refuse_unusable(settings: UpSettings) -> None:
     raise SettingsError(f"model: {model!r} is neither the path of a model nor a known name ({known})")
 
 
+def choose_addresses(settings: UpSettings) -> Addresses:
+    """An address for every part; says on stderr which are not the ones asked for. Raises SettingsError."""
+    taken = set[str]()
+    host, _, first = settings.worker_listen.rpartition(":")
+    wanted_ports = [int(first) + (index if int(first) else 0) for index in range(settings.workers)]
+    metrics = settings.metrics_listen
+    asked_for = [settings.listen, settings.scheduler_listen, *([metrics] if metrics else []), *_DEFAULT_ADDRESSES]
+    # Whoever must move does not take what another part asks for (that one would have to move, too), nor where commands
+    # look for another part.
+    asked = frozenset({*(int(address.rpartition(":")[2]) for address in asked_for), *wanted_ports} - {0})
+    chosen = Addresses(
+        frontend=free_address(settings.listen, taken, asked),
+        scheduler=free_address(settings.scheduler_listen, taken, asked),
+        workers=tuple(free_address(f"{host}:{port}", taken, asked) for port in wanted_ports),
+        metrics=free_address(metrics, taken, asked) if metrics else None,
+    )
+    for name, wanted, got in (
+        ("listen", settings.listen, chosen.frontend),
+        ("scheduler_listen", settings.scheduler_listen, chosen.scheduler),
+        ("metrics_listen", metrics, chosen.metrics),
+    ):
+        if wanted and got and wanted != got and not wanted.endswith(":0"):
+            _show("up", f"{wanted} is taken: using {got} instead ({flag(name)})")
+    return chosen
+
+
 class _Up:
     def __init__(self, settings: UpSettings) -> None:
         self._settings = settings
         self._started = time.monotonic()
-        self._addresses = self._choose_addresses()
+        self._addresses = choose_addresses(settings)
         self._environment = _clean_environment()
         self._stop = asyncio.Event()
         self._signals: list[signal.Signals] = []
@@ -111,26 +143,6 @@ class _Up:
         return self._exit_code
 
     # --- start --------------------------------------------------------------------------------------------------------
-
-    def _choose_addresses(self) -> _Addresses:
-        settings, taken = self._settings, set[str]()
-        host, _, first = settings.worker_listen.rpartition(":")
-        wanted_ports = [int(first) + (index if int(first) else 0) for index in range(settings.workers)]
-        metrics = settings.metrics_listen
-        chosen = _Addresses(
-            frontend=free_address(settings.listen, taken),
-            scheduler=free_address(settings.scheduler_listen, taken),
-            workers=tuple(free_address(f"{host}:{port}", taken) for port in wanted_ports),
-            metrics=free_address(metrics, taken) if metrics else None,
-        )
-        for name, wanted, got in (
-            ("listen", settings.listen, chosen.frontend),
-            ("scheduler_listen", settings.scheduler_listen, chosen.scheduler),
-            ("metrics_listen", metrics, chosen.metrics),
-        ):
-            if wanted and got and wanted != got and not wanted.endswith(":0"):
-                _show("up", f"{wanted} is taken: using {got} instead ({flag(name)})")
-        return chosen
 
     def _parts(self) -> tuple[Part, Part, list[Part]]:
         at = self._addresses
@@ -203,7 +215,8 @@ class _Up:
         address = self._addresses.frontend
         seconds = time.monotonic() - self._started
         if not self._workers:
-            return [f"up after {seconds:.1f} s, without workers (--workers 0); the front end listens on {address}"]
+            told = f"up after {seconds:.1f} s, without workers (--workers 0); the front end listens on {address}"
+            return [told, *self._how_to_ask(), "Ctrl-C ends it."]
         command = _own_name()
         target = "" if address == "127.0.0.1:50051" else f" --target {address}"
         body = '{"request": {"text": "The capital of France is", "sampling": {"max_tokens": 16, "temperature": 0}}}'
@@ -218,8 +231,14 @@ class _Up:
             f"ready after {seconds:.1f} s: clients call {address} (no encryption, no authentication)",
             f'  {command} generate "The capital of France is" --max-tokens 16 --temperature 0{target}',
             f"  {call}",
+            *self._how_to_ask(),
             "Ctrl-C ends it.",
         ]
+
+    def _how_to_ask(self) -> list[str]:
+        """How to call the scheduler, when it is not where `stepfence status` looks by itself."""
+        address = self._addresses.scheduler
+        return [] if address == "127.0.0.1:50052" else [f"  {_own_name()} status --target {address}"]
 
     # --- run ----------------------------------------------------------------------------------------------------------
 

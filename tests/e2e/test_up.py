@@ -98,6 +98,10 @@ def test_it_says_how_to_call_it_and_the_commands_work(up: Up) -> None:
     output = process.output()
     assert f"--target {address}" in output
     assert _generate(address, "--max-tokens", "5").returncode == 0
+    asked = re.search(r"status --target (\S+)", output)
+    assert asked is not None, output
+    status = [sys.executable, "-m", "scheduler_svc", "status", "--target", asked.group(1)]
+    assert subprocess.run(status, capture_output=True, timeout=PATIENCE_S, check=False).returncode == 0
     called = next(line for line in output.splitlines() if "GenerationService/Complete" in line)
     answer = subprocess.run(
         called.split("up", 1)[1].strip(),

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from scheduler_svc.cli import status
+from scheduler_svc.cli import generate, status
 from scheduler_svc.cli.health import check
 from stepfence.v1 import admin_service_pb2 as pb
 from stepfence.v1 import admin_service_pb2_grpc as pb_grpc
@@ -89,3 +89,20 @@ def test_an_inconsistent_audit_fails_and_names_what_is_broken(
     assert status.show_audit(target, as_json=True) == 1
     assert status.show_audit("127.0.0.1:1", as_json=True) == 1
     assert "stepfence up" in capsys.readouterr().err
+
+
+def test_the_wrong_kind_of_process_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    server = grpc.server(futures.ThreadPoolExecutor(1), options=(("grpc.so_reuseport", 0),))
+    target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        for show in (status.show_status, status.show_audit):
+            assert show(target, as_json=False) == 1
+            assert (
+                "that address is not a scheduler (a front end answers on 50051 by default; the scheduler on 50052)"
+                in capsys.readouterr().err
+            )
+        assert generate.run(generate.GenerateOptions(prompt="hello", target=target)) == 1
+        assert "that address is not a front end (a front end answers on 50051" in capsys.readouterr().err
+    finally:
+        server.stop(None).wait()

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from scheduler_svc.cli import up
 from scheduler_svc.cli.part import Part, tethered
 from scheduler_svc.cli.ports import free_address
-from scheduler_svc.config import SettingsError
+from scheduler_svc.config import SettingsError, UpSettings
 
 _PATIENCE_S = 30.0
 
@@ -50,6 +51,38 @@ def test_a_taken_port_gives_the_next_one() -> None:
         second = free_address(f"127.0.0.1:{port}", chosen)
     assert port < int(first.rpartition(":")[2]) < int(second.rpartition(":")[2])
     assert chosen == {first, second}
+
+
+def test_whoever_must_move_takes_no_port_that_another_part_asks_for() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        moved = free_address(f"127.0.0.1:{port}", set(), frozenset({port, port + 1, port + 2}))
+    assert int(moved.rpartition(":")[2]) > port + 2
+    own = free_address("127.0.0.1:0", set())
+    assert free_address(own, set(), frozenset({int(own.rpartition(":")[2])})) == own
+
+
+def test_up_moves_only_the_part_whose_port_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        settings = UpSettings(
+            listen=f"127.0.0.1:{port}",
+            scheduler_listen=f"127.0.0.1:{port + 1}",
+            worker_listen=f"127.0.0.1:{port + 2}",
+            workers=2,
+            metrics_listen=None,
+            runner="scripted",
+        )
+        chosen = up.choose_addresses(settings)
+    told = capsys.readouterr().err.splitlines()
+    assert int(chosen.frontend.rpartition(":")[2]) > port + 3
+    assert told[0].strip() == f"up 127.0.0.1:{port} is taken: using {chosen.frontend} instead (--listen)"
+    # The other ports may be taken by somebody else on this machine, but never by the front end.
+    assert not {f"127.0.0.1:{port + 1}", f"127.0.0.1:{port + 2}", f"127.0.0.1:{port + 3}"} & {chosen.frontend}
 
 
 def test_port_zero_gives_any_free_port_and_a_strange_host_is_an_error() -> None:
