@@ -91,10 +91,10 @@ class SchedulerConfig:
                 "num_speculative_tokens needs async_scheduling off: drafts continue the last known token, "
                 "so a row with drafts waits for the result before it"
             )
-        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+        if not self.enable_chunked_prefill and self.step_budget < self.max_model_len:
             raise ValueError(
-                f"without chunked prefill max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_model_len ({self.max_model_len})"
+                f"without chunked prefill the tokens of a step ({self.step_budget}) must be at least max_model_len "
+                f"({self.max_model_len}): a prompt is computed in one step or never"
             )
 
     def _check_ranges(self) -> None:

@@ -181,11 +181,9 @@ class Scheduler:
         if event.now < state.now:
             raise AssertionError(f"time runs backwards: {event.now} after {state.now}")
         state.now = event.now
-        while state.deadlines and state.deadlines[0][0] <= state.now:
-            _, sequence, request_id = heappop(state.deadlines)
-            request = state.requests.get(request_id)
-            if request is not None and request.sequence == sequence:
-                lifecycle.finish(state, request, Status.FINISHED_ABORTED, EndReason.ABORTED, cause=AbortCause.DEADLINE)
+        while (first := state.first_deadline()) is not None and first <= state.now:
+            request = state.requests[heappop(state.deadlines)[2]]
+            lifecycle.finish(state, request, Status.FINISHED_ABORTED, EndReason.ABORTED, cause=AbortCause.DEADLINE)
         grace = state.config.no_worker_grace_s
         for request_id in [i for i, since in state.unholdable_since.items() if state.now - since >= grace]:
             lifecycle.finish(
@@ -345,7 +343,8 @@ class Scheduler:
 
     def next_deadline(self) -> float | None:
         """When a Tick has something to do, if nothing else happens before."""
-        times = [self.state.deadlines[0][0]] if self.state.deadlines else []
+        first = self.state.first_deadline()
+        times = [] if first is None else [first]
         grace = self.state.config.no_worker_grace_s
         times += [since + grace for since in self.state.unholdable_since.values()]
         return min(times, default=None)

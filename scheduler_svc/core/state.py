@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from heapq import heappush
+from heapq import heapify, heappop, heappush
 
 from scheduler_svc.core.config import Fence, SchedulerConfig
 from scheduler_svc.core.drafts import NgramProposer
@@ -87,7 +87,20 @@ class CoreState:
 
     def watch_deadline(self, request: Request) -> None:
         if request.deadline is not None:
+            if len(self.deadlines) > 2 * len(self.requests) + 64:
+                self.deadlines = [entry for entry in self.deadlines if self._awaits(entry)]
+                heapify(self.deadlines)
             heappush(self.deadlines, (request.deadline, request.sequence, request.request_id))
+
+    def first_deadline(self) -> float | None:
+        """Of the live requests. Entries of ended ones go when they surface, or outnumber the live."""
+        while self.deadlines and not self._awaits(self.deadlines[0]):
+            heappop(self.deadlines)
+        return self.deadlines[0][0] if self.deadlines else None
+
+    def _awaits(self, entry: tuple[float, int, str]) -> bool:
+        request = self.requests.get(entry[2])
+        return request is not None and request.sequence == entry[1]
 
     def blocks_needed(self, request: Request) -> int:
         """Blocks that hold it at its greatest length; the last token of all needs no slot."""
