@@ -12,21 +12,41 @@ from scheduler_svc.cli.options import StrictCommand
 FRONT_END = "127.0.0.1:50051"
 SCHEDULER = "127.0.0.1:50052"
 
+_INT32_MIN = -(2**31)
+_INT32_MAX = 2**31 - 1
+_UINT32_MAX = 2**32 - 1
+_UINT64_MAX = 2**64 - 1
+
+
+def _target(value: str) -> str:
+    """A gRPC target: HOST:PORT, or a name with its scheme (dns:///HOST:PORT, unix:PATH)."""
+    if ":" not in value or value.startswith(":") or value.endswith(":") or value != value.strip():
+        raise typer.BadParameter(f"must be HOST:PORT, for example {FRONT_END} (given: {value!r})")
+    return value
+
+
 _AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 _Scheduler = Annotated[
-    str, typer.Option("--target", metavar="HOST:PORT", envvar="STEPFENCE_SCHEDULER", help="The scheduler.")
+    str,
+    typer.Option(
+        "--target", metavar="HOST:PORT", envvar="STEPFENCE_SCHEDULER", callback=_target, help="The scheduler."
+    ),
 ]
 
 
 def _generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.", show_default=False)],
     target: Annotated[
-        str, typer.Option("--target", metavar="HOST:PORT", envvar="STEPFENCE_TARGET", help="The front end.")
+        str,
+        typer.Option(
+            "--target", metavar="HOST:PORT", envvar="STEPFENCE_TARGET", callback=_target, help="The front end."
+        ),
     ] = FRONT_END,
     max_tokens: Annotated[
         int | None,
         typer.Option(
             min=0,
+            max=_UINT32_MAX,
             metavar="N",
             envvar="STEPFENCE_MAX_TOKENS",
             show_default="as many as fit",
@@ -37,6 +57,7 @@ def _generate(
         int | None,
         typer.Option(
             min=0,
+            max=_UINT32_MAX,
             metavar="N",
             envvar="STEPFENCE_MIN_TOKENS",
             show_default="0",
@@ -61,6 +82,8 @@ def _generate(
     top_k: Annotated[
         int | None,
         typer.Option(
+            min=_INT32_MIN,
+            max=_INT32_MAX,
             metavar="N",
             envvar="STEPFENCE_TOP_K",
             show_default="the model's, else off",
@@ -80,6 +103,7 @@ def _generate(
         int | None,
         typer.Option(
             min=0,
+            max=_UINT64_MAX,
             metavar="N",
             envvar="STEPFENCE_SEED",
             show_default="drawn",
@@ -102,6 +126,8 @@ def _generate(
     priority: Annotated[
         int,
         typer.Option(
+            min=_INT32_MIN,
+            max=_INT32_MAX,
             metavar="N",
             envvar="STEPFENCE_PRIORITY",
             help="Lower is served first; needs the scheduler's policy priority.",
@@ -142,8 +168,10 @@ def _generate(
     """
     from scheduler_svc.cli import generate
 
+    if system is not None and not chat:
+        raise typer.BadParameter("goes with --chat only", param_hint="'--system'")
     options = generate.GenerateOptions(
-        prompt=sys.stdin.read() if prompt == "-" else prompt,
+        prompt=_standard_input() if prompt == "-" else prompt,
         target=target,
         chat=chat,
         system=system,
@@ -166,9 +194,19 @@ def _generate(
     raise typer.Exit(generate.run(options))
 
 
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"standard input is not UTF-8 text: {error}", param_hint="'PROMPT'") from None
+
+
 def _health(
     target: Annotated[
-        str, typer.Option("--target", metavar="HOST:PORT", envvar="STEPFENCE_TARGET", help="Any Stepfence process.")
+        str,
+        typer.Option(
+            "--target", metavar="HOST:PORT", envvar="STEPFENCE_TARGET", callback=_target, help="Any Stepfence process."
+        ),
     ] = FRONT_END,
     ready: Annotated[
         bool, typer.Option("--ready", help="Ask whether it can serve, not only whether it lives.")

@@ -11,13 +11,18 @@ from typing import Any, TextIO
 import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 
-from scheduler_svc.cli.rpc_errors import CallFailure, explain
+from scheduler_svc.cli.rpc_errors import MAX_MESSAGE_BYTES, CallFailure, explain, too_large
+from scheduler_svc.config import flag
 from stepfence.v1 import generation_service_pb2 as pb
 from stepfence.v1 import sampling_pb2
 from stepfence.v1.generation_service_pb2_grpc import GenerationServiceStub
 
-_OPTIONS = (("grpc.max_receive_message_length", 16 * 1024 * 1024), ("grpc.max_send_message_length", 16 * 1024 * 1024))
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +51,45 @@ class GenerateOptions:
 
 
 def build_request(options: GenerateOptions) -> pb.GenerateRequest:
-    """The message for these options. Raises ValueError when a number does not fit its field."""
-    sampling = sampling_pb2.SamplingParams(stop=options.stop, ignore_eos=options.ignore_eos)
+    """The message for these options. Raises ValueError, naming the option, when a value does not fit its field."""
+    sampling = sampling_pb2.SamplingParams(ignore_eos=options.ignore_eos)
+    request = pb.GenerateRequest()
     for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed"):
-        value = getattr(options, name)
-        if value is not None:
-            setattr(sampling, name, value)
-    request = pb.GenerateRequest(
-        request_id=options.request_id,
-        sampling=sampling,
-        priority=options.priority,
-        cache_salt=options.cache_salt,
-        model=options.model,
-    )
+        if getattr(options, name) is not None:
+            _set(sampling, options, name)
+    for name in ("request_id", "priority", "cache_salt", "model"):
+        _set(request, options, name)
+    for text in options.stop:
+        sampling.stop.append(_utf8("--stop", text))
+    request.sampling.CopyFrom(sampling)
+    prompt = _utf8("the prompt", options.prompt)
     if options.chat:
         if options.system:
-            request.chat.messages.add(role="system", content=options.system)
-        request.chat.messages.add(role="user", content=options.prompt)
+            request.chat.messages.add(role="system", content=_utf8("--system", options.system))
+        request.chat.messages.add(role="user", content=prompt)
     else:
-        request.text = options.prompt
+        request.text = prompt
     return request
+
+
+def _set(message: Message, options: GenerateOptions, name: str) -> None:
+    value = getattr(options, name)
+    option = flag(name)
+    if isinstance(value, str):
+        value = _utf8(option, value)
+    try:
+        setattr(message, name, value)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
+
+
+def _utf8(what: str, text: str) -> str:
+    """The same text. Raises ValueError: bytes of the command line that are not UTF-8 arrive as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} is not UTF-8 text (character {error.start + 1})") from None
+    return text
 
 
 def run(options: GenerateOptions, out: TextIO | None = None, err: TextIO | None = None) -> int:
@@ -80,6 +104,10 @@ def run(options: GenerateOptions, out: TextIO | None = None, err: TextIO | None 
     except ValueError as error:
         printer.plain_error(str(error))
         return 2
+    if request.ByteSize() > MAX_MESSAGE_BYTES:
+        failure = too_large(request.ByteSize())
+        printer.failed(failure)
+        return failure.exit_code
     with grpc.insecure_channel(options.target, options=_OPTIONS) as channel:
         call: Any = GenerationServiceStub(channel).Generate(request, timeout=options.timeout_s)
         try:

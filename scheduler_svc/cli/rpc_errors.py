@@ -30,6 +30,8 @@ _ADVICE: Final[dict[str, str]] = {
 FRONT_END: Final = "front end"
 SCHEDULER: Final = "scheduler"
 _WHERE: Final = "(a front end answers on 50051 by default; the scheduler on 50052)"
+# What every server here takes at most.
+MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 # The request itself is at fault: sending it again cannot help.
 _CALLER_AT_FAULT: Final = frozenset(
     {
@@ -105,4 +107,18 @@ def explain(error: Any, target: str, server: str = FRONT_END) -> CallFailure:
         retry_after_s=retry_after,
         usage=usage,
         exit_code=2 if code in _CALLER_AT_FAULT else 1,
+    )
+
+
+def too_large(num_bytes: int) -> CallFailure:
+    """A request that no server here would even read: refused in the same way as one that is longer than
+    --max-prompt-bytes."""
+    return CallFailure(
+        status=grpc.StatusCode.INVALID_ARGUMENT.name,
+        reason="PROMPT_TOO_LARGE",
+        message=f"the request has {num_bytes} bytes, at most {MAX_MESSAGE_BYTES} can be sent",
+        advice="shorten the prompt",
+        retry_after_s=None,
+        usage=None,
+        exit_code=2,
     )

@@ -47,8 +47,8 @@ Json = dict[str, Any]
 _RANK = "rank"
 _VOCAB_SIZE = 1 << 30
 _EXPECTED = (
-    "not a file of scenarios: it must hold one JSON object with name, config and ops, a list of such, or, as .jsonl, one "
-    "a line (each may be gzipped as .gz)"
+    "not a file of scenarios: it must hold one JSON object with name, config and ops, a list of such, or, as .jsonl, "
+    "one a line (each may be gzipped as .gz)"
 )
 # Failures that are told one by one.
 _MAX_TOLD = 5

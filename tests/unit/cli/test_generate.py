@@ -213,3 +213,48 @@ def test_output_that_nobody_reads_any_more_ends_the_request_quietly(front_end: t
     answer = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=False)
     assert (answer.stdout, answer.stderr) == ("line\n", "")
     assert servicer.gone.wait(30)
+
+
+_WRONG_USAGE: list[tuple[tuple[str, ...], bytes, str]] = [
+    (("generate", "hi", "--seed", "99999999999999999999999"), b"", "--seed"),
+    (("generate", "hi", "--priority", "99999999999"), b"", "--priority"),
+    (("generate", "hi", "--top-k", "-99999999999"), b"", "--top-k"),
+    (("generate", "hi", "--max-tokens", "99999999999"), b"", "--max-tokens"),
+    (("generate", "hi", "--min-tokens", "99999999999"), b"", "--min-tokens"),
+    (("generate", "-"), b"a\xff", "standard input is not UTF-8"),
+    (("generate", "a\udcff"), b"", "the prompt is not UTF-8"),
+    (("generate", "a", "--stop", "\udcff"), b"", "--stop is not UTF-8"),
+    (("generate", "a", "--chat", "--system", "\udcff"), b"", "--system is not UTF-8"),
+    (("generate", "a", "--cache-salt", "\udcff"), b"", "--cache-salt is not UTF-8"),
+    (("generate", "hi", "--system", "be kind"), b"", "--system"),
+    (("generate", "hi", "--target", ""), b"", "--target"),
+    (("health", "--target", ""), b"", "must be HOST:PORT"),
+    (("health", "--target", "localhost"), b"", "must be HOST:PORT"),
+    (("status", "--target", " "), b"", "must be HOST:PORT"),
+    (("audit", "--target", "localhost:"), b"", "must be HOST:PORT"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "typed", "told"), _WRONG_USAGE)
+def test_wrong_usage_names_the_flag_and_exits_with_2(arguments: tuple[str, ...], typed: bytes, told: str) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "scheduler_svc", *map(os.fsencode, arguments)],
+        input=typed,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    error = answer.stderr.decode(errors="replace")
+    assert (answer.returncode, answer.stdout) == (2, b""), error
+    assert told in error and "Traceback" not in error
+
+
+def test_a_prompt_beyond_what_grpc_carries_is_refused_like_one_that_is_too_large(
+    front_end: tuple[_FrontEnd, str],
+) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    options = generate.GenerateOptions(prompt="a" * (16 * 1024 * 1024 + 1), target=front_end[1])
+    assert generate.run(options, out, err) == 2
+    assert err.getvalue().startswith("error: INVALID_ARGUMENT / PROMPT_TOO_LARGE: the request has ")
+    assert "shorten the prompt" in err.getvalue()
+    assert front_end[0].requests == []
