@@ -332,8 +332,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a deadline passes one tick late",
         "scheduler.py",
-        "while state.deadlines and state.deadlines[0][0] <= state.now:",
-        "while state.deadlines and state.deadlines[0][0] < state.now:",
+        "is not None and first <= state.now:",
+        "is not None and first < state.now:",
     ),
     Fault("a live id is accepted again", "submission.py", "if event.request_id in state.requests:", "if False:"),
 )
