@@ -30,8 +30,8 @@ FORMS = [
     pytest.param(600, id="short"),
     pytest.param(20_000, id="long", marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
 ]
-# What a process may grow by in the second half of the frames. Allocators keep some, and the scheduler collects cycles
-# only when it is idle or has many; measured over 50,000 frames with idle moments it stays within 3 MiB.
+# What a process may grow by in the second half of the frames. The scheduler lets 50,000 objects wait for a collection
+# while it is busy, which is up to 20 MiB; over 50,000 frames with idle moments it grew by 3 MiB.
 _MAX_GROWTH_MIB: Final = 32.0
 # Nothing else may end a call: no other status says "it broke in there".
 _KNOWN_ENDS: Final = frozenset(
