@@ -6,11 +6,16 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from worker_svc import logs
 from worker_svc.config import ENV_PREFIX, SettingsError, WorkerSettings, advice, flag
 from worker_svc.server import EXIT_FATAL, EXIT_OK, EXIT_USAGE, serve
+
+# As a person calls it; `python -m worker_svc` is what these commands become.
+_WORKER: Final = "stepfence worker"
+_FETCH: Final = "stepfence fetch-model"
+EXIT_INTERRUPTED: Final = 130
 
 
 class _Parser(argparse.ArgumentParser):
@@ -28,14 +33,20 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code (docs/worker.md lists them). Exits 2 by itself on wrong usage."""
     parser = _parser()
-    options = vars(parser.parse_args(arguments))
+    parsed, unknown = parser.parse_known_args(arguments)
+    options = vars(parsed)
     command = options.pop("command")
+    if unknown:
+        # The outer parser finds out, and the inner one's name is what was called.
+        parser.prog = _FETCH if command == "fetch-model" else _WORKER
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if command == "fetch-model":
         return _fetch_model(options["name"])
     try:
         settings = WorkerSettings.load(options)
     except SettingsError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        for line in str(error).splitlines():
+            print(f"{_WORKER}: {line}", file=sys.stderr)
         return EXIT_USAGE
     logs.configure(settings.log_format)
     return _run(settings)
@@ -51,13 +62,21 @@ def _run(settings: WorkerSettings) -> int:
 
 def _fetch_model(name: str) -> int:
     logs.configure()
-    from worker_svc.fetch_model import FetchFailed, fetch_model
-
     try:
-        path = fetch_model(name, progress=True)
-    except FetchFailed as error:
-        print(f"fetch-model: {error}", file=sys.stderr)
-        return EXIT_FATAL
+        from worker_svc.fetch_model import KNOWN_MODELS, FetchFailed, fetch_model
+
+        if name not in KNOWN_MODELS:
+            print(f"{_FETCH}: unknown model {name!r}; known: {', '.join(sorted(KNOWN_MODELS))}", file=sys.stderr)
+            return EXIT_USAGE
+        try:
+            path = fetch_model(name, progress=True)
+        except FetchFailed as error:
+            print(f"{_FETCH}: {error}", file=sys.stderr)
+            return EXIT_FATAL
+    except KeyboardInterrupt:
+        # A progress bar may stand on the line; what was downloaded is kept.
+        print(f"\r{_FETCH}: interrupted; the next call goes on from here", file=sys.stderr)
+        return EXIT_INTERRUPTED
     print(path)
     return EXIT_OK
 
@@ -67,15 +86,18 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser, metavar="COMMAND")
     server = commands.add_parser(
         "serve",
+        prog=_WORKER,
         help="run a worker",
         allow_abbrev=False,
         description=f"Run a worker. Each flag may also be set as {ENV_PREFIX}<NAME> in the environment.",
+        epilog=f"`{_WORKER}` also takes --config FILE (or {ENV_PREFIX}CONFIG): a TOML file whose [worker] section "
+        "gives what flags and environment leave open.",
     )
     for name, field in WorkerSettings.model_fields.items():
         default = "none" if field.default is None else field.default
         help_text = f"{field.description} Default: {default}".replace("%", "%%")
         server.add_argument(flag(name), dest=name, default=None, metavar=name.upper(), help=help_text)
-    fetch = commands.add_parser("fetch-model", help="fetch a known model", allow_abbrev=False)
+    fetch = commands.add_parser("fetch-model", prog=_FETCH, help="fetch a known model", allow_abbrev=False)
     fetch.add_argument("name", metavar="NAME", help="for example smollm2")
     return parser
 

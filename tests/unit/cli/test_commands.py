@@ -6,6 +6,8 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -96,7 +98,8 @@ def test_settings_that_exclude_each_other_are_one_line_and_exit_with_2(command: 
     runner = ("--runner", "scripted") if command == "up" else ()
     answer = _run(command, *runner, "--no-enable-chunked-prefill", "--max-model-len", "4000")
     assert (answer.returncode, answer.stderr.count("\n"), answer.stdout) == (2, 1, "")
-    assert answer.stderr.startswith("error: without chunked prefill max_num_batched_tokens (2048)")
+    assert answer.stderr.startswith("error: without chunked prefill ")
+    assert "(2048)" in answer.stderr and "max_model_len (4000)" in answer.stderr
 
 
 @pytest.mark.parametrize(
@@ -168,7 +171,41 @@ def test_the_worker_and_fetch_model_explain_themselves() -> None:
     assert "--num-blocks" in _run("worker", "--help").stdout
     assert _run("fetch-model", "--help").returncode == 0
     unknown = _run("fetch-model", "no-such-model")
-    assert unknown.returncode != 0 and "smollm2" in unknown.stderr + unknown.stdout
+    assert (unknown.returncode, unknown.stdout) == (2, "")
+    assert unknown.stderr == "stepfence fetch-model: unknown model 'no-such-model'; known: smollm2\n"
+
+
+def test_the_workers_help_and_errors_speak_of_the_command_that_was_called() -> None:
+    told = _run("worker", "--help").stdout
+    assert told.startswith("usage: stepfence worker ") and "--config FILE" in told
+    assert _run("fetch-model", "--help").stdout.startswith("usage: stepfence fetch-model ")
+    for wrong in (("--no-such-flag", "1"), ("--num-blocks", "1"), ("--listen",)):
+        answer = _run("worker", *wrong)
+        assert (answer.returncode, answer.stderr.count("\n")) == (2, 1)
+        assert answer.stderr.startswith("stepfence worker: ")
+
+
+def test_ctrl_c_ends_fetch_model_with_one_line(tmp_path: Path) -> None:
+    # A wheel index that accepts and never answers.
+    with socket.socket() as index:
+        index.bind(("127.0.0.1", 0))
+        index.listen()
+        environment = {
+            **os.environ,
+            "STEPFENCE_CACHE_DIR": str(tmp_path),
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_INDEX_URL": f"http://127.0.0.1:{index.getsockname()[1]}/simple",
+        }
+        command = [sys.executable, "-m", "scheduler_svc", "fetch-model", "smollm2"]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+            index.settimeout(60)
+            connection, _ = index.accept()
+            with connection:
+                process.send_signal(signal.SIGINT)
+                _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in error
+    assert error.splitlines()[-1].strip() == "stepfence fetch-model: interrupted; the next call goes on from here"
 
 
 @pytest.mark.parametrize(
