@@ -63,8 +63,19 @@ class Setting:
     wishes: tuple[Wish, ...]
 
 
-def draw_setting(rng: random.Random, check_only: tuple[str, ...] | None = None) -> Setting:
-    """Everything that stays the same in a world. check_only: the kinds of trouble, instead of drawn ones."""
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """What several parts of a setting depend on. Tokens and blocks."""
+
+    max_len: int
+    block_size: int
+    max_num_seqs: int
+    is_priority: bool
+    num_workers: int
+    num_blocks: int
+
+
+def _draw_frame(rng: random.Random) -> _Frame:
     max_len = rng.choice((48, 64, 96))
     block_size = rng.choice((2, 4, 8))
     max_num_seqs = rng.choice((2, 4, 8, 16))
@@ -72,13 +83,17 @@ def draw_setting(rng: random.Random, check_only: tuple[str, ...] | None = None) 
     num_workers = rng.choice((1, 2, 2, 3))
     # From barely one longest sequence to plenty.
     num_blocks = 1 + -(-max_len // block_size) * rng.choice((1, 2, 3, 6))
+    return _Frame(max_len, block_size, max_num_seqs, is_priority, num_workers, num_blocks)
+
+
+def _draw_config(rng: random.Random, frame: _Frame) -> SchedulerConfig:
     proposes = rng.random() < 0.15
-    config = SchedulerConfig(
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=rng.choice((max_num_seqs, 2 * max_num_seqs, 64)),
-        max_model_len=max_len,
-        policy=Policy.PRIORITY if is_priority else Policy.FCFS,
+    return SchedulerConfig(
+        block_size=frame.block_size,
+        max_num_seqs=frame.max_num_seqs,
+        max_num_batched_tokens=rng.choice((frame.max_num_seqs, 2 * frame.max_num_seqs, 64)),
+        max_model_len=frame.max_len,
+        policy=Policy.PRIORITY if frame.is_priority else Policy.FCFS,
         enable_prefix_caching=rng.random() < 0.8,
         watermark=rng.choice((0.0, 0.0, 0.05)),
         long_prefill_token_threshold=rng.choice((0, 0, 8)),
@@ -92,8 +107,11 @@ def draw_setting(rng: random.Random, check_only: tuple[str, ...] | None = None) 
         max_queued_requests=rng.choice((1024, 1024, 8)),
         no_worker_grace_s=rng.choice((30.0, 5.0)),
     )
+
+
+def _draw_options(rng: random.Random, names: list[str]) -> tuple[ServiceOptions, bool]:
+    """And whether workers are found by name."""
     watchdog_s = rng.choice((0.5, 2.0, 10.0))
-    names = [f"worker-{index}:50061" for index in range(num_workers)]
     is_named = rng.random() < 0.2
     options = ServiceOptions(
         workers=("dns:///worker:50061",) if is_named else tuple(names),
@@ -102,21 +120,33 @@ def draw_setting(rng: random.Random, check_only: tuple[str, ...] | None = None) 
         ),
         drain_deadline_s=rng.choice((1.0, 30.0)),
     )
-    workers = tuple(
+    return options, is_named
+
+
+def _draw_workers(rng: random.Random, frame: _Frame, names: list[str]) -> tuple[WorkerSetting, ...]:
+    max_model_len = rng.choice((frame.max_len, frame.max_len, 128))
+    return tuple(
         WorkerSetting(
             name,
-            num_blocks,
-            max_model_len=rng.choice((max_len, max_len, 128)) if index == 0 else 0,
+            frame.num_blocks,
+            max_model_len,
             load_s=rng.choice((0.05, 1.0)),
             keep_state_s=rng.choice((10.0, 1.0)),
         )
-        for index, name in enumerate(names)
+        for name in names
     )
-    length = workers[0].max_model_len
-    workers = tuple(WorkerSetting(w.address, w.num_blocks, length, w.load_s, w.keep_state_s) for w in workers)
+
+
+def draw_setting(rng: random.Random, troubles: tuple[str, ...] | None = None) -> Setting:
+    """Everything that stays the same in a world. troubles: the kinds of trouble, instead of drawn ones."""
+    frame = _draw_frame(rng)
+    config = _draw_config(rng, frame)
+    names = [f"worker-{index}:50061" for index in range(frame.num_workers)]
+    options, is_named = _draw_options(rng, names)
+    workers = _draw_workers(rng, frame, names)
     trouble_s = rng.uniform(4.0, 14.0)
     is_misbehaving = rng.random() < 0.25
-    troubles = tuple(kind for kind in TROUBLES if rng.random() < 0.5) if check_only is None else check_only
+    kinds = tuple(kind for kind in TROUBLES if rng.random() < 0.5) if troubles is None else troubles
     temper = Temper(
         step_s=rng.choice((0.005, 0.01, 0.02, 0.05)),
         fail_share=rng.choice((0.0, 0.005)) if is_misbehaving else 0.0,
@@ -126,14 +156,14 @@ def draw_setting(rng: random.Random, check_only: tuple[str, ...] | None = None) 
         rng,
         rng.randrange(20, 160),
         trouble_s,
-        max_len=max_len,
-        is_priority=is_priority,
+        max_len=frame.max_len,
+        is_priority=frame.is_priority,
         num_ids=rng.choice((3, 30)),
     )
     front_ends = tuple(f"frontend-{index}:50051" for index in range(rng.choice((1, 2))))
     mean_pause_s = rng.choice((0.15, 0.4, 1.0))
     return Setting(
-        config, options, workers, front_ends, is_named, trouble_s, mean_pause_s, troubles, temper, tuple(wishes)
+        config, options, workers, front_ends, is_named, trouble_s, mean_pause_s, kinds, temper, tuple(wishes)
     )
 
 
