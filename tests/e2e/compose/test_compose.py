@@ -379,6 +379,8 @@ def _assert_that_the_lack_of_a_worker_is_told(stack: Stack) -> None:
 
 def test_a_taken_port_is_told(bare: Stack) -> None:
     with socket.socket() as taken:
+        # Connections of the test before may still be closing; what counts is that somebody listens here now.
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(("127.0.0.1", bare.port))
         taken.listen()
         refused = bare.compose("up", "--detach", "--no-build", "--no-deps", "frontend", check=False)
