@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections.abc import Iterator
 
 import pytest
 
-from scheduler_svc.cli.ports import free_address
 from tests.e2e.compose.stack import BUILD_S, Stack
 
 # A scripted step takes so long, so that streams are long enough to be disturbed.
 STEP_MS = 15
 
 
+def _free_port() -> int:
+    """A port that nobody listens on, below those that the kernel gives to outgoing connections: between two stacks of a
+    test nobody may get it by chance."""
+    for port in range(21_500, 29_500, 7):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port")
+
+
 @pytest.fixture(scope="session")
 def project() -> Iterator[Stack]:
     """The project, its images built from this checkout. Nothing is left of it afterwards."""
-    stack = Stack(port=int(free_address("127.0.0.1:0", set()).rpartition(":")[2]))
+    stack = Stack(port=_free_port())
     stack.settings["STEPFENCE_SCRIPT"] = f'{{"delay_ms": {STEP_MS}}}'
     stack.down()
     stack.compose("build", "--quiet", "scheduler", "worker", patience_s=BUILD_S)
