@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -45,3 +46,12 @@ def _is_known(name: str) -> bool:
                 return True
             overlap = block[-len(wanted) :]
     return False
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that listens there."""
+    name = host.strip("[]")
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import ipaddress
 import logging
 import random
 import signal
@@ -23,7 +22,7 @@ from scheduler_svc.admin import AdminServicer
 from scheduler_svc.config import SchedulerSettings, SettingsError
 from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.facts import MetricsSink, Recorder
-from scheduler_svc.grpc_options import SERVER_OPTIONS, refuse_unknown
+from scheduler_svc.grpc_options import SERVER_OPTIONS, is_loopback, refuse_unknown
 from scheduler_svc.grpc_transport import CHANNEL_OPTIONS, GrpcTransport
 from scheduler_svc.metrics import MetricsServer, PrometheusMetrics, collect
 from scheduler_svc.resolver import SystemResolver
@@ -264,15 +263,10 @@ class SchedulerProcess:
 
 def warn_when_exposed(host: str) -> None:
     """Say so when others than this machine can reach the port: there is neither TLS nor authentication (D5)."""
-    name = host.strip("[]")
-    try:
-        is_local = ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        is_local = name == "localhost"
-    if not is_local:
+    if not is_loopback(host):
         log.warning(
             "reachable from other machines, without TLS or authentication: keep the port inside a trusted network",
-            extra={"host": name},
+            extra={"host": host.strip("[]")},
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import random
@@ -28,7 +27,7 @@ from scheduler_svc.frontend.limits import Limits
 from scheduler_svc.frontend.session_client import SessionClient
 from scheduler_svc.frontend.session_transport import CHANNEL_OPTIONS, GrpcTransport
 from scheduler_svc.frontend.text import Tokenizer, load_tokenizer
-from scheduler_svc.grpc_options import SERVER_OPTIONS, refuse_unknown
+from scheduler_svc.grpc_options import SERVER_OPTIONS, is_loopback, refuse_unknown
 from stepfence.v1 import generation_service_pb2, generation_service_pb2_grpc
 
 EXIT_OK: Final = 0
@@ -210,16 +209,6 @@ class FrontEndProcess:
         finally:
             idle.cancel()
             hurried.cancel()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 async def _load_tokenizer(executor: ThreadPoolExecutor, files: Mapping[str, bytes]) -> Tokenizer:
