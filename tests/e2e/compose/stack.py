@@ -166,7 +166,7 @@ class Stack:
         return told["num_live_requests"] == 0 and all(rank["free"] == rank["usable"] for rank in told["ranks"])
 
     def metrics(self) -> dict[str, float]:
-        """Every sample of the scheduler's metrics, read as docs/compose.md says."""
+        """Every sample of the scheduler's metrics, read as docs/operations.md says."""
         fetch = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9400/metrics').read().decode())"
         lines = self.execute("scheduler", "python", "-c", fetch).stdout.splitlines()
         return {
