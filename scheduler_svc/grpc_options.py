@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Final
 
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
+
+log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES: Final = 16 << 20
 
@@ -55,3 +58,12 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return name == "localhost"
+
+
+def warn_when_exposed(address: str) -> None:
+    """Say so when others than this machine can reach the port HOST:PORT: there is neither TLS nor authentication (D5)."""
+    if not is_loopback(address.rpartition(":")[0]):
+        log.warning(
+            "reachable from other machines, without TLS or authentication: keep the port inside a trusted network",
+            extra={"address": address},
+        )

@@ -22,7 +22,7 @@ from scheduler_svc.admin import AdminServicer
 from scheduler_svc.config import SchedulerSettings, SettingsError
 from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.facts import MetricsSink, Recorder
-from scheduler_svc.grpc_options import SERVER_OPTIONS, is_loopback, refuse_unknown
+from scheduler_svc.grpc_options import SERVER_OPTIONS, refuse_unknown, warn_when_exposed
 from scheduler_svc.grpc_transport import CHANNEL_OPTIONS, GrpcTransport
 from scheduler_svc.metrics import MetricsServer, PrometheusMetrics, collect
 from scheduler_svc.resolver import SystemResolver
@@ -150,7 +150,7 @@ class SchedulerProcess:
         host = self._settings.listen.rpartition(":")[0]
         address = f"{host}:{self.port}"
         log.info("listening on %s", address, extra={"address": address, "workers": list(self._settings.worker)})
-        warn_when_exposed(host)
+        warn_when_exposed(address)
         self._stop_now = asyncio.get_running_loop().create_future()
         if owns_process:
             self._take_signals(service)
@@ -194,6 +194,7 @@ class SchedulerProcess:
         exporter = MetricsServer(self._settings.metrics_listen, read)
         self.metrics_address = exporter.address
         log.info("metrics at http://%s/metrics", exporter.address)
+        warn_when_exposed(exporter.address)
         return exporter
 
     def _make_service(self, counts: PrometheusMetrics) -> SchedulerService:
@@ -259,15 +260,6 @@ class SchedulerProcess:
         elif self._stop_now is not None and not self._stop_now.done():
             log.warning("%s again: ending at once", number.name)
             self._stop_now.set_result(128 + number)
-
-
-def warn_when_exposed(host: str) -> None:
-    """Say so when others than this machine can reach the port: there is neither TLS nor authentication (D5)."""
-    if not is_loopback(host):
-        log.warning(
-            "reachable from other machines, without TLS or authentication: keep the port inside a trusted network",
-            extra={"host": host.strip("[]")},
-        )
 
 
 def _tame_garbage_collector() -> None:

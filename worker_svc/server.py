@@ -8,6 +8,7 @@ a second signal, at any time: exit 130 or 143 at once
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import os
 import signal
@@ -47,7 +48,6 @@ _KNOWN_OPTIONS: Final = frozenset(
         "grpc.max_concurrent_streams",
     }
 )
-_LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 # For calls that are about to end by themselves, such as a stream with its last answer.
 _STOP_GRACE_S: Final = 0.5
 _EXECUTOR_STOP_S: Final = 1.0
@@ -170,13 +170,23 @@ async def serve(settings: WorkerSettings) -> int:
         log.error("cannot start", extra={"cause": str(error)})
         return EXIT_FATAL
     log.info(f"listening on {address}", extra={"address": address, "runner": settings.runner})
-    if parse_address(address)[0] not in _LOOPBACK:
-        log.warning("reachable from other machines, without encryption or authentication", extra={"address": address})
+    if not _is_loopback(parse_address(address)[0]):
+        log.warning(
+            "reachable from other machines, without TLS or authentication: keep the port inside a trusted network",
+            extra={"address": address},
+        )
     code = await _run(server, settings, stop)
     if not await server.stop():
         log.warning("the runner is still busy; leaving without it")
         _leave(code)
     return code
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 async def _run(server: WorkerServer, settings: WorkerSettings, stop: _Signals) -> int:

@@ -27,7 +27,7 @@ from scheduler_svc.frontend.limits import Limits
 from scheduler_svc.frontend.session_client import SessionClient
 from scheduler_svc.frontend.session_transport import CHANNEL_OPTIONS, GrpcTransport
 from scheduler_svc.frontend.text import Tokenizer, load_tokenizer
-from scheduler_svc.grpc_options import SERVER_OPTIONS, is_loopback, refuse_unknown
+from scheduler_svc.grpc_options import SERVER_OPTIONS, refuse_unknown, warn_when_exposed
 from stepfence.v1 import generation_service_pb2, generation_service_pb2_grpc
 
 EXIT_OK: Final = 0
@@ -140,10 +140,7 @@ class FrontEndProcess:
         host = self._settings.listen.rpartition(":")[0]
         address = f"{host}:{self.port}"
         log.info("listening", extra={"address": address, "service": SERVICE, "scheduler": self._settings.scheduler})
-        if not is_loopback(host):
-            log.warning(
-                "listening beyond this machine without TLS and without authentication", extra={"address": address}
-            )
+        warn_when_exposed(address)
         self.listening.set()
 
     # --- health ---

@@ -153,12 +153,12 @@ def test_what_only_this_machine_can_reach(host: str, loopback: bool) -> None:
     assert is_loopback(host) is loopback
 
 
-async def test_listening_beyond_this_machine_is_said(caplog: pytest.LogCaptureFixture) -> None:
+async def test_d5_a_port_beyond_loopback_is_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
     async with SessionDouble() as double:
         process = FrontEndProcess(FrontendSettings(listen="0.0.0.0:0", scheduler=double.address))
         serving = asyncio.create_task(process.serve())
         await process.listening.wait()
-        assert any("without TLS and without authentication" in record.message for record in caplog.records)
+        assert any("reachable from other machines" in record.message for record in caplog.records)
         process.stop()
         assert await serving == 0
 

@@ -273,9 +273,12 @@ async def test_a_taken_port_is_an_error_that_names_the_flag() -> None:
             assert await scheduler.code() == 1
 
 
-async def test_a_port_beyond_loopback_is_pointed_out() -> None:
-    async with child(listen="0.0.0.0:0") as scheduler:
-        assert (await scheduler.line("reachable from other machines"))["host"] == "0.0.0.0"
+@pytest.mark.parametrize(
+    "settings", [{"listen": "0.0.0.0:0"}, {"metrics_listen": "0.0.0.0:0"}], ids=["gRPC", "metrics"]
+)
+async def test_d5_a_port_beyond_loopback_is_pointed_out(settings: dict[str, str]) -> None:
+    async with child(**settings) as scheduler:
+        assert (await scheduler.line("reachable from other machines"))["address"].startswith("0.0.0.0:")
 
 
 async def test_a_recording_is_written_from_start_to_end(double: WorkerDouble, tmp_path: Path) -> None:

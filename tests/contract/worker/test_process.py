@@ -247,6 +247,15 @@ async def test_a_taken_port_is_an_error_that_names_the_flag() -> None:
 
 
 @pytest.mark.parametrize(
+    "host, exposed", [("0.0.0.0", True), ("[::]", True), ("127.0.0.2", False), ("localhost", False)]
+)
+async def test_d5_a_port_beyond_loopback_is_pointed_out(host: str, exposed: bool) -> None:
+    async with _started("serve", "--runner", "scripted", "--listen", f"{host}:0") as worker:
+        await worker.line_with("ready")
+        assert any("reachable from other machines" in line for line in worker.lines) is exposed
+
+
+@pytest.mark.parametrize(
     "arguments, said",
     [
         ((), "COMMAND"),
