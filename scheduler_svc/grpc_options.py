@@ -61,7 +61,7 @@ def is_loopback(host: str) -> bool:
 
 
 def warn_when_exposed(address: str) -> None:
-    """Say so when others than this machine can reach the port HOST:PORT: there is neither TLS nor authentication (D5)."""
+    """Say so when others than this machine can reach HOST:PORT: there is neither TLS nor authentication (D5)."""
     if not is_loopback(address.rpartition(":")[0]):
         log.warning(
             "reachable from other machines, without TLS or authentication: keep the port inside a trusted network",

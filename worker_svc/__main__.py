@@ -64,12 +64,13 @@ def _fetch_model(name: str) -> int:
     logs.configure()
     try:
         from worker_svc.fetch_model import KNOWN_MODELS, FetchFailed, fetch_model
+        from worker_svc.models.progress import reporter
 
         if name not in KNOWN_MODELS:
             print(f"{_FETCH}: unknown model {name!r}; known: {', '.join(sorted(KNOWN_MODELS))}", file=sys.stderr)
             return EXIT_USAGE
         try:
-            path = fetch_model(name, progress=True)
+            path = fetch_model(name, reporter())
         except FetchFailed as error:
             print(f"{_FETCH}: {error}", file=sys.stderr)
             return EXIT_FATAL

