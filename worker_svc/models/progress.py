@@ -1,4 +1,4 @@
-"""How a download shows itself: a bar on a terminal, a few lines elsewhere, the log of a worker that serves, or nothing."""
+"""How a download shows itself: a bar on a terminal, lines elsewhere, the log of a worker that serves, or nothing."""
 
 from __future__ import annotations
 
