@@ -106,6 +106,7 @@ class _Timing:
     """When a live request arrived and got its tokens; seconds of the event loop's clock."""
 
     accepted_at: float
+    num_prompt_tokens: int
     first_token_at: float | None = None
     last_token_at: float = 0.0
 
@@ -191,7 +192,7 @@ class PrometheusMetrics:
     # --- effects ---
 
     def _accepted(self, effect: RequestAccepted) -> None:
-        self.facts.live[effect.handle] = _Timing(self._clock())
+        self.facts.live[effect.handle] = _Timing(self._clock(), effect.num_prompt_tokens)
 
     def _refused(self, effect: RequestRefused) -> None:
         _count(self.facts.rejected, effect.reason.value)
@@ -204,6 +205,7 @@ class PrometheusMetrics:
             timing = live[handle]
             if timing.first_token_at is None:
                 timing.first_token_at = now
+                facts.num_prompt_tokens += timing.num_prompt_tokens
                 facts.time_to_first_token.observe(now - timing.accepted_at)
             else:
                 observe(now - timing.last_token_at)
@@ -222,7 +224,6 @@ class PrometheusMetrics:
         facts.queue.observe(usage.queued_s)
         facts.e2e.observe(now - timing.accepted_at)
         if timing.first_token_at is not None:
-            facts.num_prompt_tokens += usage.num_prompt_tokens
             facts.prefill.observe(max(0.0, timing.first_token_at - timing.accepted_at - usage.queued_s))
             facts.decode.observe(now - timing.first_token_at)
 
@@ -312,15 +313,13 @@ def _kv_metrics(core: Scheduler) -> list[Metric]:
     for rank in ranks:
         headroom.add_metric([rank.name], rank.kv.pool.num_free - rank.kv.watermark_blocks)
         deferred.add_metric([rank.name], rank.kv.pool.num_parked)
-    queries = prefix.num_queries + prefix.num_preempted_queries
-    hits = prefix.num_hits + prefix.num_preempted_hits
     return [
         GaugeMetricFamily(
             "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", 1 - free / usable if usable else 0.0
         ),
         info,
-        CounterMetricFamily("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", queries),
-        CounterMetricFamily("vllm:prefix_cache_hits", "Tokens found there.", hits),
+        CounterMetricFamily("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", prefix.num_queries),
+        CounterMetricFamily("vllm:prefix_cache_hits", "Tokens found there.", prefix.num_hits),
         headroom,
         deferred,
     ]

@@ -19,6 +19,7 @@ from scheduler_svc.core.events import (
     AbortCause,
     DrainStarted,
     Effect,
+    EndReason,
     Event,
     PrefixCacheReset,
     PrefixCacheResetRequested,
@@ -43,6 +44,8 @@ log = logging.getLogger(__name__)
 
 # Time for front ends to read the last frames, once everything has ended. Seconds.
 _FAREWELL_S: Final = 2.0
+# Ends that are nobody's wish.
+_FAILURES: Final = frozenset({EndReason.WORKER_FAULT, EndReason.NO_WORKER})
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,9 @@ class SchedulerService:
         if is_ready:
             log.info("ready")
         else:
-            log.warning("not ready", extra={"cause": cause})
+            # News only after it had been ready, and unless it is asked to end.
+            level = logging.WARNING if self._was_ready and not self.is_draining else logging.INFO
+            log.log(level, "not ready", extra={"cause": cause})
         self._was_ready = is_ready
         self.hub.readiness_changed(is_ready, cause)
         if self._on_readiness is not None:
@@ -262,6 +267,8 @@ class SchedulerService:
             elif isinstance(effect, RequestRefused):
                 self.hub.refused(effect)
             elif isinstance(effect, RequestEnded):
+                if effect.reason in _FAILURES:
+                    _log_failure(effect)
                 self.hub.ended(effect)
             elif isinstance(effect, RequestPreempted):
                 _log_preemption(effect)
@@ -284,6 +291,19 @@ class SchedulerService:
                 log.error("invariant broken", extra={"rank": facts.rank, "violations": list(facts.violations)})
         if self._on_idle is not None:
             self._on_idle()
+
+
+def _log_failure(effect: RequestEnded) -> None:
+    log.warning(
+        "request failed",
+        extra={
+            "request_id": effect.request_id,
+            "reason": effect.reason.value,
+            "cause": effect.message,
+            "num_completion_tokens": effect.usage.num_completion_tokens,
+            "num_preemptions": effect.usage.num_preemptions,
+        },
+    )
 
 
 def _log_preemption(effect: RequestPreempted) -> None:

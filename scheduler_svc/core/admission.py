@@ -158,6 +158,7 @@ def _admit(
     if request.preempted_at is not None:
         request.preempted_s += state.now - request.preempted_at
         request.preempted_at = None
+    request.run_since = state.now
     request.num_passes = 0
     end = min(request.settled + n, request.num_tokens)
     if end >= request.publish_at:

@@ -216,6 +216,7 @@ class EndReason(Enum):
 class RequestAccepted:
     handle: int
     request_id: str
+    num_prompt_tokens: int
     # After clipping.
     max_tokens: int
 

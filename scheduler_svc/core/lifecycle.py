@@ -36,7 +36,8 @@ def preempt(state: CoreState, rank: RankState, victim: Request, *, beneficiary: 
     victim.run += 1
     victim.row = -1
     victim.num_preemptions += 1
-    victim.preempted_at = state.now
+    # The loss of a rank is noticed late: its requests stood still before.
+    victim.preempted_at = max(rank.quiet_since, victim.run_since) if cause == "rank_lost" else state.now
     victim.preemption_cause = cause
     victim.skip_reason, victim.skipped_in_walk = SkipReason.PREEMPTED, state.num_walks
     rank.preempted_ids.append(victim.request_id)

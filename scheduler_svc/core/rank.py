@@ -27,6 +27,7 @@ class RankState:
         "num_decodes",
         "num_nonempty_steps",
         "preempted_ids",
+        "quiet_since",
         "released_rows",
         "reserved_for",
         "running",
@@ -65,6 +66,9 @@ class RankState:
         self.capacity_bound = False
         self.num_nonempty_steps = 0
         self.is_draining = False
+        # When its newest result came, or a step went out while none was in flight: should the rank be lost, what ran there
+        # has stood still since then.
+        self.quiet_since = 0.0
         # A suspect that waits for this rank to become empty (D31).
         self.reserved_for: Request | None = None
         # Why the last step's walk over running ended early, and the admission number from which it reached nobody.

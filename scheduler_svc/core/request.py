@@ -122,6 +122,7 @@ class Request:
         "row",
         "row_limit",
         "run",
+        "run_since",
         "sampling",
         "sequence",
         "settled",
@@ -199,6 +200,8 @@ class Request:
         self.num_cached_tokens = 0
         self.arrived_at = now
         self.first_admitted_at: float | None = None
+        # When it was last admitted, and since when it has stood still after that.
+        self.run_since = now
         self.preempted_at: float | None = None
         self.preempted_s = 0.0
         # Of the last one; "" before any.

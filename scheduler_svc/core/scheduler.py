@@ -110,13 +110,17 @@ class Scheduler:
         if throttle is None:
             throttle = is_throttled(state.config.prefill_schedule_interval, rank.num_nonempty_steps)
         defer = defers_prefills(throttle, rank.capacity_bound, rank.num_decodes)
+        skips, was_idle = state.totals.skips, not len(rank.window)
+        num_deferred = skips.get(SkipReason.PREFILL_DEFERRED, 0)
         running.walk(state, rank, draft, defer_prefills=defer)
         if self._may_admit(rank, draft):
             admission.walk(state, rank, draft, defer_prefills=defer)
         output = draft.build(state.totals)
+        if was_idle:
+            rank.quiet_since = state.now
         if output is not None and output.total_num_tokens:
             rank.num_nonempty_steps += 1
-            state.totals.num_deferring_steps += defer
+            state.totals.num_deferring_steps += skips.get(SkipReason.PREFILL_DEFERRED, 0) > num_deferred
             if state.config.drafts_are_placeholders:
                 self._leave_placeholders(rank)
         return output
@@ -159,7 +163,9 @@ class Scheduler:
         state.watch_deadline(request)
         state.totals.num_accepted += 1
         state.totals.num_prompt_tokens += request.num_prompt_tokens
-        state.effects.append(RequestAccepted(request.handle, request.request_id, verdict.max_tokens))
+        state.effects.append(
+            RequestAccepted(request.handle, request.request_id, request.num_prompt_tokens, verdict.max_tokens)
+        )
 
     def _abort(self, event: RequestAborted) -> None:
         request = self.state.requests.get(event.request_id)
@@ -278,14 +284,14 @@ class Scheduler:
         self.state.is_draining = True
 
     def _reset_prefix_cache(self, event: PrefixCacheResetRequested) -> None:
-        """Reset every rank or none."""
+        """Reset every rank or none. Blocks behind a fence do not stand in the way: a reset that preempts succeeds."""
         state = self.state
         ranks = list(state.ranks.values())
         if event.preempt_running:
             for rank in ranks:
                 for request in reversed(rank.running[:]):
                     self._preempt_for_reset(rank, request)
-        busy = [r.name for r in ranks if r.kv.pool.num_free != r.kv.num_usable]
+        busy = [rank.name for rank in ranks if rank.kv.is_held]
         if busy:
             message = f"blocks are in use on {', '.join(busy)}"
             state.effects.append(PrefixCacheReset(False, message))

@@ -22,6 +22,7 @@ def acknowledge(state: CoreState, event: StepAcked) -> None:
         return
     record = _checked(rank, event)
     rank.window.acknowledge()
+    rank.quiet_since = state.now
     rank.kv.release_due(rank.window.acked_fence)
     rank.reuse_rows(record.released_rows)
     first_effect = len(state.effects)

@@ -327,8 +327,9 @@ class CheckedCore:
         answers = [e for e in effects if isinstance(e, PrefixCacheReset)]
         _demand(len(answers) == 1, f"a reset got {len(answers)} answers")
         ranks = self.scheduler.state.ranks.values()
-        all_free = all(r.kv.pool.num_free == r.kv.num_usable for r in ranks)
-        _demand(answers[0].success == all_free, f"reset says {answers[0].success}, all blocks free: {all_free}")
+        held = any(request.blocks for rank in ranks for request in rank.running)
+        _demand(answers[0].success is not held, f"reset says {answers[0].success}, blocks held: {held}")
+        _demand(answers[0].success or not preempt_running, "a reset that preempts was refused")
         left = sum(len(r.kv.pool.index) for r in ranks)
         _demand(not (answers[0].success and left), f"{left} digests survive a reset")
         self.reached[f"reset {'done' if answers[0].success else 'refused'}"] += 1

@@ -114,7 +114,9 @@ class RankStatus(_message.Message):
     state: _builtins.str
     """"connecting", "up", "draining" or "lost"."""
     cause: _builtins.str
-    """Why it is not up, when it is not."""
+    """The newest trouble with it; empty once all is well again. Says why it is not up, when it is not; may stand beside "up"
+    for up to a second, while it is open whether a lost stream comes back.
+    """
     epoch: _builtins.int
     num_running: _builtins.int
     num_blocks: _builtins.int
@@ -298,7 +300,9 @@ class ResetPrefixCacheRequest(_message.Message):
 
     PREEMPT_RUNNING_FIELD_NUMBER: _builtins.int
     preempt_running: _builtins.bool
-    """Also preempt whatever runs, so that the reset can succeed."""
+    """Preempt whatever runs first, and drop the results it has on the way: the reset succeeds. What was preempted is
+    computed again.
+    """
     def __init__(
         self,
         *,

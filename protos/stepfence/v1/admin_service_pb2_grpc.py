@@ -85,7 +85,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCache(self, request, context):
-        """Forgets all cached prefixes. Truthful: success is false, and nothing changed, when blocks were in use.
+        """Forgets all cached prefixes, on every rank or on none. Truthful: success is false, and nothing changed, while a
+        running request holds blocks. Blocks that wait for their fence do not stand in the way.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

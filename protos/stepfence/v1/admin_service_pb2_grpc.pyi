@@ -44,7 +44,9 @@ class AdminServiceStub:
     was cut off). Returns at once. Idempotent; a later call may only shorten the deadline.
     """
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ResetPrefixCacheRequest, _admin_service_pb2.ResetPrefixCacheResponse]
-    """Forgets all cached prefixes. Truthful: success is false, and nothing changed, when blocks were in use."""
+    """Forgets all cached prefixes, on every rank or on none. Truthful: success is false, and nothing changed, while a
+    running request holds blocks. Blocks that wait for their fence do not stand in the way.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -62,7 +64,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
     was cut off). Returns at once. Idempotent; a later call may only shorten the deadline.
     """
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ResetPrefixCacheRequest, _admin_service_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
-    """Forgets all cached prefixes. Truthful: success is false, and nothing changed, when blocks were in use."""
+    """Forgets all cached prefixes, on every rank or on none. Truthful: success is false, and nothing changed, while a
+    running request holds blocks. Blocks that wait for their fence do not stand in the way.
+    """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Operator -> scheduler. Cheap, read-only unless said otherwise."""
@@ -101,6 +105,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_service_pb2.ResetPrefixCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_admin_service_pb2.ResetPrefixCacheResponse]]:
-        """Forgets all cached prefixes. Truthful: success is false, and nothing changed, when blocks were in use."""
+        """Forgets all cached prefixes, on every rank or on none. Truthful: success is false, and nothing changed, while a
+        running request holds blocks. Blocks that wait for their fence do not stand in the way.
+        """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -153,9 +153,12 @@ class KvManager:
             for free in self.parked.pop_due(acked_fence):
                 self.pool.unpark(free.blocks)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all digests; False, and nothing changed, while any block is held or parked."""
-        if self.pool.num_free != self.pool.num_usable:
-            return False
+    @property
+    def is_held(self) -> bool:
+        """Whether any living request has a block. Parked ones belong to nobody any more."""
+        return self.pool.num_free + self.pool.num_parked != self.pool.num_usable
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all digests, those of parked blocks included: steps in flight may still write there, but nobody will
+        ever find it. Only while no block is held."""
         self.pool.forget_cached()
-        return True

@@ -95,7 +95,7 @@ async def test_a_scripted_fault_ends_one_epoch_and_no_stream(kind: str) -> None:
         assert (await scheduler.rank(worker.target.address)).epoch >= 2
 
 
-async def test_a_poisonous_request_fails_and_its_neighbours_complete() -> None:
+async def test_a_poisonous_request_fails_and_its_neighbours_complete(caplog: pytest.LogCaptureFixture) -> None:
     faulty = script({"kind": "fail", "request_id": "poison", "times": 0})
     async with own_worker(faulty) as worker, running_scheduler(worker.target.address) as scheduler:
         await scheduler.ready()
@@ -106,6 +106,9 @@ async def test_a_poisonous_request_fails_and_its_neighbours_complete() -> None:
             assert bad.failure is not None and bad.failure.reason == "WORKER_FAULT"
             await right(good)
         await scheduler.all_free()
+    (told,) = [vars(record) for record in caplog.records if record.message == "request failed"]
+    assert (told["request_id"], told["reason"], told["num_completion_tokens"]) == ("poison", "worker_fault", 0)
+    assert told["cause"] == bad.failure.message
 
 
 async def test_a_draining_worker_hands_its_requests_over() -> None:

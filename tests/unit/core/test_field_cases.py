@@ -507,11 +507,13 @@ def test_f37_a_reset_tells_the_truth(base: SchedulerConfig) -> None:
     world.schedule()
     assert world.reset() is False and "r0" in world.resets[-1].message
     world.abort("a")
-    fenced = world.rank().kv.pool.num_parked > 0
-    assert fenced is (base is DEFAULT)
-    assert world.reset() is not fenced
+    pool = world.rank().kv.pool
+    assert (pool.num_parked > 0) is (base is DEFAULT)
+    assert len(pool.index) > 0
+    assert world.reset() is True, "what is only fenced belongs to nobody"
+    assert len(pool.index) == 0
     world.ack()
-    assert world.reset() is True
+    assert len(pool.index) == 0, "blocks come back unknown"
     again = world.submit("again", prompt, 2)
     world.run()
     assert cached(again) == 0

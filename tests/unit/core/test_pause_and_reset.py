@@ -84,7 +84,8 @@ def test_a_reset_at_any_depth_loses_nothing_and_repeats_nothing(depth: int, cach
             world.schedule()
         if turns % 3 == 1:
             running = world.running()
-            world.reset(preempt_running=True)
+            assert world.reset(preempt_running=True) is True
+            assert len(world.rank().kv.pool.index) == 0
             assert world.running() == [] and world.waiting[: len(running)] == running, "in their order, at the front"
             in_flight = len(world.answers["r0"])
             for _ in range(in_flight):
@@ -105,18 +106,32 @@ def test_dropped_results_do_not_hold_up_others() -> None:
     world.submit("a", 5, 6)
     world.schedule()
     world.schedule()
-    world.reset(preempt_running=True)
+    assert world.reset(preempt_running=True) is True
     world.submit("b", 5, 6)
     assert world.rows_of(world.schedule()) == [("b", 5)]
     assert reason(world, "a") is SkipReason.RESULT_IN_FLIGHT
     world.ack()
     world.ack()
     output = world.schedule()
-    # The reset could not be carried out while rows were in flight: a's first block is hit.
-    assert world.resets[-1].success is False
-    assert world.rows_of(output) == [("b", 1), ("a", 1)]
+    # Everything was forgotten, and the token in flight with it.
+    assert world.rows_of(output) == [("b", 1), ("a", 5)]
     world.run()
     world.check_texts()
+
+
+def test_a_reset_that_preempts_forgets_what_parked_blocks_held() -> None:
+    """Two steps in flight write into blocks that a request with the same prompt would have found."""
+    world = World(CONFIG, num_blocks=9)
+    world.submit("a", list(range(9)), 20)
+    world.schedule()
+    world.schedule()
+    assert world.reset(preempt_running=True) is True
+    assert world.rank().kv.pool.num_parked == 3
+    same = world.submit("same", list(range(9)), 4)
+    world.step()
+    world.run()
+    world.check_texts()
+    assert same.ended is not None and same.ended.usage.num_cached_tokens == 0
 
 
 def test_late_tokens_of_an_earlier_preemption_survive_a_reset() -> None:

@@ -67,6 +67,22 @@ def test_a_chunk_waits_as_well() -> None:
     world.check_texts()
 
 
+def test_only_steps_that_left_a_prompt_out_count_as_deferring() -> None:
+    world = World(CONFIG)
+    world.submit("decode", 4, 20)
+    for _ in range(9):
+        world.step()
+    totals = world.scheduler.totals
+    assert totals.num_deferring_steps == 0, "nobody was there to be left out"
+    world.submit("prefill", 4, 4)
+    num_steps = 0
+    while world.request("prefill").rank is None:
+        world.step()
+        num_steps += 1
+    assert totals.num_deferring_steps == totals.skips[SkipReason.PREFILL_DEFERRED] == num_steps - 1 > 0
+    world.run()
+
+
 def test_the_rhythm_starts_anew_when_everybody_was_idle() -> None:
     world = World(CONFIG)
     world.submit("first", 4, 3)

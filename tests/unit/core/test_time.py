@@ -102,8 +102,47 @@ def test_usage_counts_the_queue_and_every_time_off_the_rank() -> None:
     world.run()
     assert client.ended is not None
     usage = client.ended.usage
-    assert (usage.queued_s, usage.preempted_s, usage.num_preemptions) == (3.0, 5.5, 2)
+    # Off the rank from 4.0, when the step went out that was never answered, and from 20.0.
+    assert (usage.queued_s, usage.preempted_s, usage.num_preemptions) == (3.0, 6.0 + 1.5, 2)
     assert usage.num_completion_tokens == 6 and usage.num_prompt_tokens == 5
+
+
+def test_a_lost_rank_has_stood_still_since_its_last_result() -> None:
+    """The watchdog took from 3.0 to 13.0 to give the rank up. Whoever was admitted meanwhile lost less."""
+    world = World(SchedulerConfig(block_size=4, max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64))
+    early = world.submit("early", 5, 6)
+    world.schedule()
+    world.tick(3.0)
+    world.ack()
+    world.schedule()
+    late = world.submit("late", 5, 6)
+    world.tick(5.0)
+    world.schedule()
+    world.tick(13.0)
+    world.lose("r0")
+    world.tick(14.0)
+    world.join("r0", 30)
+    world.schedule()
+    world.run()
+    assert early.ended is not None and late.ended is not None
+    assert (early.ended.usage.queued_s, early.ended.usage.preempted_s) == (0.0, 11.0)
+    assert (late.ended.usage.queued_s, late.ended.usage.preempted_s) == (2.0, 9.0)
+
+
+def test_a_rank_that_had_nothing_to_do_did_not_stand_still() -> None:
+    world = World(CONFIG)
+    world.submit("before", 5, 1)
+    world.run()
+    world.tick(100.0)
+    client = world.submit("a", 5, 6)
+    world.schedule()
+    world.tick(101.0)
+    world.lose("r0")
+    world.tick(103.0)
+    world.join("r0", 30)
+    world.schedule()
+    world.run()
+    assert client.ended is not None and client.ended.usage.preempted_s == 3.0
 
 
 def test_usage_of_one_that_ends_while_preempted() -> None:
@@ -144,13 +183,11 @@ def test_hits_are_not_recomputed() -> None:
     world.reset(preempt_running=True)
     world.run()
     assert client.ended is not None
-    # The reset failed while a row was in flight, or forgot everything: here nothing was in flight.
-    assert client.ended.usage.num_recomputed_tokens == 10
-    world = World(SchedulerConfig(block_size=4, max_num_batched_tokens=64, max_num_seqs=4))
-    client = world.submit("a", 9, 9)
-    world.step()
-    world.schedule()
-    assert world.reset(preempt_running=True) is False
+    assert client.ended.usage.num_recomputed_tokens == 10, "a reset forgets everything"
+    world = World(SchedulerConfig(block_size=4, max_num_batched_tokens=64, max_num_seqs=4), num_blocks=10)
+    world.submit("first", 9, 9)
+    victim = world.submit("victim", 9, 9)
     world.run()
     world.check_texts()
-    assert client.ended is not None and client.ended.usage.num_recomputed_tokens == 2, "two blocks were hit again"
+    assert victim.ended is not None and victim.ended.usage.num_preemptions == 1
+    assert victim.ended.usage.num_recomputed_tokens == 4, "of its 16 tokens three blocks were hit again"

@@ -13,6 +13,7 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.events import (
     AbortCause,
     Event,
+    PrefixCacheResetRequested,
     RankJoined,
     RankLost,
     RequestAborted,
@@ -163,6 +164,21 @@ def test_prefix_cache_counters_outlive_the_rank() -> None:
     samples = run.samples()
     assert value(samples, "vllm:prefix_cache_hits_total") == 8
     assert value(samples, "vllm:prefix_cache_queries_total") == 18
+
+
+def test_prompts_count_with_their_first_token_and_look_ups_before_any_preemption() -> None:
+    run = Run(usable=16)
+    run.arrive("a", 1, 9, 6)
+    run.step()
+    samples = run.samples()
+    assert value(samples, "vllm:prompt_tokens_total") == 9
+    assert value(samples, "vllm:request_success_total", finished_reason="length") == 0
+    run.handle(PrefixCacheResetRequested(preempt_running=True))
+    run.drain()
+    samples = run.samples()
+    assert value(samples, "vllm:prompt_tokens_total") == 9
+    assert value(samples, "vllm:prefix_cache_queries_total") == 9
+    assert run.core.totals.prefix.num_preempted_queries > 0
 
 
 def test_a_rank_that_was_given_up_leaves_no_series() -> None:
