@@ -298,6 +298,9 @@ class Usage(_message.Message):
     num_cached_tokens: _builtins.int
     """Prompt tokens found in the prefix cache at the first admission."""
     num_preemptions: _builtins.int
+    """Times it was taken off a worker: for want of blocks, by a reset of the prefix cache, or because the worker was lost or
+    drained.
+    """
     num_recomputed_tokens: _builtins.int
     """Tokens computed again after preemptions or the loss of a worker."""
     @_builtins.property
@@ -306,7 +309,7 @@ class Usage(_message.Message):
 
     @_builtins.property
     def preempted(self) -> _duration_pb2.Duration:
-        """Time spent preempted, waiting to be resumed."""
+        """Time spent preempted, waiting to be resumed; after the loss of a worker, from its last result."""
 
     def __init__(
         self,

@@ -248,8 +248,8 @@ class AttachResponse(_message.Message):
 
     @_builtins.property
     def readiness(self) -> Global___ReadinessChanged:
-        """Whether a worker is up: right after attached, and whenever that changes. For the front end's own readiness; whether a
-        request waits or is refused is still the scheduler's decision.
+        """Whether a worker is up and the scheduler does not drain: right after attached, and whenever that changes. For the front
+        end's own readiness; whether a request waits or is refused is still the scheduler's decision.
         """
 
     def __init__(

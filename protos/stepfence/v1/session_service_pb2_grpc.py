@@ -60,7 +60,8 @@ class SessionServiceServicer:
         """One multiplexed stream per front end, open as long as the front end lives. The first frame up must carry hello, the
         first frame down carries attached. Loss of the stream, in either direction, aborts every request submitted on it; the
         front end ends its clients' calls UNAVAILABLE and attaches again. A frame that breaks the rules below ends the
-        stream INVALID_ARGUMENT with the reason.
+        stream INVALID_ARGUMENT / PROTOCOL_VIOLATION; no frame for 10 s DEADLINE_EXCEEDED / FRONT_END_SILENT; too much unread
+        RESOURCE_EXHAUSTED / SLOW_READER; a scheduler that has drained UNAVAILABLE / DRAINING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -74,7 +75,8 @@ class SessionServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetTokenizer(self, request, context):
-        """The tokenizer files of the served model, exactly as a worker gave them. UNAVAILABLE / NO_WORKER as above.
+        """The tokenizer files of the served model, exactly as a worker gave them. UNAVAILABLE / NO_WORKER as above, and while no
+        worker has given them; NOT_FOUND / NO_TOKENIZER when the model has none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

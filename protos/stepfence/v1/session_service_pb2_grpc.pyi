@@ -37,12 +37,15 @@ class SessionServiceStub:
     """One multiplexed stream per front end, open as long as the front end lives. The first frame up must carry hello, the
     first frame down carries attached. Loss of the stream, in either direction, aborts every request submitted on it; the
     front end ends its clients' calls UNAVAILABLE and attaches again. A frame that breaks the rules below ends the
-    stream INVALID_ARGUMENT with the reason.
+    stream INVALID_ARGUMENT / PROTOCOL_VIOLATION; no frame for 10 s DEADLINE_EXCEEDED / FRONT_END_SILENT; too much unread
+    RESOURCE_EXHAUSTED / SLOW_READER; a scheduler that has drained UNAVAILABLE / DRAINING.
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_session_service_pb2.SessionServiceGetModelRequest, _session_service_pb2.SessionServiceGetModelResponse]
     """The served model. UNAVAILABLE / NO_WORKER until a worker has joined once."""
     GetTokenizer: _grpc.UnaryStreamMultiCallable[_session_service_pb2.SessionServiceGetTokenizerRequest, _session_service_pb2.SessionServiceGetTokenizerResponse]
-    """The tokenizer files of the served model, exactly as a worker gave them. UNAVAILABLE / NO_WORKER as above."""
+    """The tokenizer files of the served model, exactly as a worker gave them. UNAVAILABLE / NO_WORKER as above, and while no
+    worker has given them; NOT_FOUND / NO_TOKENIZER when the model has none.
+    """
 
 @_typing.type_check_only
 class SessionServiceAsyncStub(SessionServiceStub):
@@ -53,12 +56,15 @@ class SessionServiceAsyncStub(SessionServiceStub):
     """One multiplexed stream per front end, open as long as the front end lives. The first frame up must carry hello, the
     first frame down carries attached. Loss of the stream, in either direction, aborts every request submitted on it; the
     front end ends its clients' calls UNAVAILABLE and attaches again. A frame that breaks the rules below ends the
-    stream INVALID_ARGUMENT with the reason.
+    stream INVALID_ARGUMENT / PROTOCOL_VIOLATION; no frame for 10 s DEADLINE_EXCEEDED / FRONT_END_SILENT; too much unread
+    RESOURCE_EXHAUSTED / SLOW_READER; a scheduler that has drained UNAVAILABLE / DRAINING.
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_session_service_pb2.SessionServiceGetModelRequest, _session_service_pb2.SessionServiceGetModelResponse]  # type: ignore[assignment]
     """The served model. UNAVAILABLE / NO_WORKER until a worker has joined once."""
     GetTokenizer: _aio.UnaryStreamMultiCallable[_session_service_pb2.SessionServiceGetTokenizerRequest, _session_service_pb2.SessionServiceGetTokenizerResponse]  # type: ignore[assignment]
-    """The tokenizer files of the served model, exactly as a worker gave them. UNAVAILABLE / NO_WORKER as above."""
+    """The tokenizer files of the served model, exactly as a worker gave them. UNAVAILABLE / NO_WORKER as above, and while no
+    worker has given them; NOT_FOUND / NO_TOKENIZER when the model has none.
+    """
 
 class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
     """Front end (or gateway) -> scheduler. Token ids only: text lives in the front end."""
@@ -72,7 +78,8 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         """One multiplexed stream per front end, open as long as the front end lives. The first frame up must carry hello, the
         first frame down carries attached. Loss of the stream, in either direction, aborts every request submitted on it; the
         front end ends its clients' calls UNAVAILABLE and attaches again. A frame that breaks the rules below ends the
-        stream INVALID_ARGUMENT with the reason.
+        stream INVALID_ARGUMENT / PROTOCOL_VIOLATION; no frame for 10 s DEADLINE_EXCEEDED / FRONT_END_SILENT; too much unread
+        RESOURCE_EXHAUSTED / SLOW_READER; a scheduler that has drained UNAVAILABLE / DRAINING.
         """
 
     @_abc_1.abstractmethod
@@ -89,6 +96,8 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _session_service_pb2.SessionServiceGetTokenizerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_session_service_pb2.SessionServiceGetTokenizerResponse], _abc.AsyncIterator[_session_service_pb2.SessionServiceGetTokenizerResponse]]:
-        """The tokenizer files of the served model, exactly as a worker gave them. UNAVAILABLE / NO_WORKER as above."""
+        """The tokenizer files of the served model, exactly as a worker gave them. UNAVAILABLE / NO_WORKER as above, and while no
+        worker has given them; NOT_FOUND / NO_TOKENIZER when the model has none.
+        """
 
 def add_SessionServiceServicer_to_server(servicer: SessionServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
