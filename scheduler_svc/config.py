@@ -35,8 +35,8 @@ _SIZE: Final = re.compile(r"^\d+(\.\d+)?\s*(|b|[kmg]i?b)$")
 # Orchestrators put STEPFENCE_..._SERVICE_HOST, ..._PORT, ..._PORT_50051_TCP_ADDR and the like into every container
 # beside a service of that name.
 _INJECTED: Final = re.compile(r"^STEPFENCE_(.*_)?(SERVICE_HOST|(SERVICE_)?PORT(_.*)?)$")
-# Read by the commands themselves, not by a service: the settings file, the model cache, flags of `generate` and
-# `health`.
+# Read by the commands themselves or by compose.yaml, not by a service: the settings file, the model cache, flags of
+# `generate` and `health`; tag and memory limits of containers (their STEPFENCE_PORT is one of _INJECTED).
 _COMMAND_VARIABLES: Final = frozenset(
     {
         "config",
@@ -55,11 +55,28 @@ _COMMAND_VARIABLES: Final = frozenset(
         "cache_salt",
         "timeout",
         "json",
+        "tag",
+        "scheduler_memory",
+        "frontend_memory",
+        "worker_memory",
     }
 )
 # Models that a worker fetches by name. A test holds this equal to the worker's own.
 KNOWN_MODELS: Final = ("smollm2",)
 _SECTIONS: Final = ("scheduler", "frontend", "worker", "up")
+
+# Bounds that keep numbers within what timers, messages and memory can hold; far beyond what makes sense.
+MAX_SECONDS: Final = 31_536_000.0
+_MAX_LEN: Final = 1 << 30
+_MAX_STEP_TOKENS: Final = 1 << 20
+_MAX_SEQS: Final = 1 << 16
+_MAX_BLOCK_SIZE: Final = 1 << 16
+_MAX_NUM_BLOCKS: Final = (1 << 31) - 1
+_MAX_THREADS: Final = 1024
+# Of one request and step. Guesses from repeated text are rarely right for longer.
+_MAX_DRAFTS: Final = 64
+# What one message holds.
+_MAX_PROMPT_BYTES: Final = 16 << 20
 
 LogFormat = Literal["auto", "json", "text"]
 
@@ -125,11 +142,15 @@ Address = Annotated[str, AfterValidator(_address)]
 WorkerAddresses = Annotated[
     tuple[Annotated[str, AfterValidator(_worker_address)], ...], NoDecode, BeforeValidator(_split)
 ]
-OptionalCount = Annotated[int | None, Field(ge=1), BeforeValidator(_none)]
+Seconds = Annotated[float, Field(le=MAX_SECONDS, allow_inf_nan=False)]
+OptionalLength = Annotated[int | None, Field(ge=1, le=_MAX_LEN), BeforeValidator(_none)]
+OptionalThreads = Annotated[int | None, Field(ge=1, le=_MAX_THREADS), BeforeValidator(_none)]
 OptionalLimit = Annotated[int | None, Field(ge=0), BeforeValidator(_none)]
 OptionalAddress = Annotated[Address | None, BeforeValidator(_none)]
 OptionalPath = Annotated[Path | None, BeforeValidator(_none)]
-OptionalNumBlocks = Annotated[int | None, AfterValidator(_two_blocks), BeforeValidator(_none)]
+OptionalNumBlocks = Annotated[
+    int | None, Field(le=_MAX_NUM_BLOCKS), AfterValidator(_two_blocks), BeforeValidator(_none)
+]
 OptionalShare = Annotated[Annotated[float, Field(gt=0, le=1)] | None, BeforeValidator(_none)]
 OptionalSize = Annotated[str | None, BeforeValidator(_size)]
 OptionalScript = Annotated[str | None, BeforeValidator(_script)]
@@ -186,12 +207,17 @@ class _Settings(BaseSettings):
 class _Scheduling(_Settings):
     """What the scheduler may be told about scheduling; shared by `scheduler` and `up`."""
 
-    block_size: int = Field(16, ge=1, description="Tokens per KV block; a multiple of every worker's unit.")
-    max_num_seqs: int = Field(
-        _MAX_NUM_SEQS, ge=1, description="Requests running at once, per worker. Unset: at most max_num_batched_tokens."
+    block_size: int = Field(
+        16, ge=1, le=_MAX_BLOCK_SIZE, description="Tokens per KV block; a multiple of every worker's unit."
     )
-    max_num_batched_tokens: int = Field(2048, ge=1, description="Most tokens of one step.")
-    max_model_len: OptionalCount = Field(
+    max_num_seqs: int = Field(
+        _MAX_NUM_SEQS,
+        ge=1,
+        le=_MAX_SEQS,
+        description="Requests running at once, per worker. Unset: at most max_num_batched_tokens.",
+    )
+    max_num_batched_tokens: int = Field(2048, ge=1, le=_MAX_STEP_TOKENS, description="Most tokens of one step.")
+    max_model_len: OptionalLength = Field(
         None, description="Longest sequence in tokens, prompt and output; none = the model's."
     )
     max_inflight_steps: int = Field(2, ge=1, le=64, description="Steps sent and not yet acknowledged, per worker.")
@@ -205,7 +231,9 @@ class _Scheduling(_Settings):
     prefill_schedule_interval: int = Field(
         1, ge=1, description="Prompts start only every so many steps while others decode; 1 = every step."
     )
-    num_speculative_tokens: int = Field(0, ge=0, description="Draft tokens per request and step; 0 = none.")
+    num_speculative_tokens: int = Field(
+        0, ge=0, le=_MAX_DRAFTS, description=f"Draft tokens per request and step, at most {_MAX_DRAFTS}; 0 = none."
+    )
     max_preemptions: OptionalLimit = Field(
         3, description="Spare a request preempted this often while there is another victim; none = never spare."
     )
@@ -214,14 +242,16 @@ class _Scheduling(_Settings):
     max_fruitless_epochs: int = Field(
         3, ge=0, description="Worker failures in a row a request may be part of before it fails; 0 = no limit."
     )
-    no_worker_grace_s: float = Field(
+    no_worker_grace_s: Seconds = Field(
         30.0, ge=0, description="Seconds new requests still queue after the last worker was lost."
     )
-    step_watchdog_s: float = Field(10.0, gt=0, description="Seconds a step may take before its worker counts as lost.")
-    first_steps_watchdog_s: float = Field(
+    step_watchdog_s: Seconds = Field(
+        10.0, gt=0, description="Seconds a step may take before its worker counts as lost."
+    )
+    first_steps_watchdog_s: Seconds = Field(
         120.0, gt=0, description="The same for the first three steps of a session, in seconds."
     )
-    drain_deadline_s: float = Field(
+    drain_deadline_s: Seconds = Field(
         30.0, ge=0, description="Seconds accepted requests may still take after a stop signal."
     )
     metrics_listen: OptionalAddress = Field(
@@ -268,10 +298,12 @@ class FrontendSettings(_Settings):
 
     listen: Address = Field("127.0.0.1:50051", description="HOST:PORT to listen on for clients.")
     scheduler: Address = Field("127.0.0.1:50052", description="HOST:PORT of the scheduler.")
-    drain_deadline_s: float = Field(
+    drain_deadline_s: Seconds = Field(
         30.0, ge=0, description="Seconds accepted requests may still take after a stop signal."
     )
-    max_prompt_bytes: int = Field(1_048_576, ge=1, description="Longest prompt text in bytes of UTF-8.")
+    max_prompt_bytes: int = Field(
+        1_048_576, ge=1, le=_MAX_PROMPT_BYTES, description="Longest prompt text in bytes of UTF-8, at most 16 MiB."
+    )
     log_format: LogFormat = Field("auto", description="auto (readable on a terminal, else JSON), json or text.")
 
     @classmethod
@@ -292,8 +324,10 @@ class UpSettings(_Scheduling):
     )
     workers: int = Field(1, ge=0, le=64, description="Worker processes to start.")
     # Short by default, so that all parts have ended within 5 s of a Ctrl-C at a terminal.
-    drain_deadline_s: float = Field(2.5, ge=0, description="Seconds running requests may still take after Ctrl-C.")
-    max_prompt_bytes: int = Field(1_048_576, ge=1, description="Longest prompt text in bytes of UTF-8.")
+    drain_deadline_s: Seconds = Field(2.5, ge=0, description="Seconds running requests may still take after Ctrl-C.")
+    max_prompt_bytes: int = Field(
+        1_048_576, ge=1, le=_MAX_PROMPT_BYTES, description="Longest prompt text in bytes of UTF-8, at most 16 MiB."
+    )
     model: str = Field("smollm2", description="Path of a model, or a known name; fetched when not there.")
     runner: Literal["model", "scripted"] = Field("model", description="model, or scripted (no torch, made-up text).")
     device: OptionalDevice = Field(None, description="cpu or cuda; none = the worker's default.")
@@ -305,7 +339,10 @@ class UpSettings(_Scheduling):
         None, description="KV memory per worker, in bytes or as 1GiB; none = the worker's default."
     )
     gpu_memory_utilization: OptionalShare = Field(None, description="Share of GPU memory a worker may use (cuda).")
-    threads: OptionalCount = Field(None, description="Threads per worker; none = the worker's default.")
+    threads: OptionalThreads = Field(None, description="Threads per worker; none = the worker's default.")
+    log_format: LogFormat = Field(
+        "auto", description="auto and text: lines for people, marked with their part; json: JSON with the field part."
+    )
     script: OptionalScript = Field(
         None, description="JSON with delays and faults of scripted workers (docs/worker.md); none = no faults."
     )
@@ -377,15 +414,18 @@ def refuse_unknown_environment(environ: Mapping[str, str]) -> None:
         raise SettingsError("\n".join(problems))
 
 
-def advice(name: str, known: Iterable[str], spell: Any = str) -> str:
-    """What to say about a setting nobody knows: its replacement, the part that has it, or the nearest known names."""
+def advice(name: str, known: Iterable[str], spell: Any = str, command: str = "stepfence up") -> str:
+    """What to say about a setting nobody knows: its replacement, the part that has it, the nearest known names, or the
+    command whose help lists what there is."""
     if name in REPLACEMENTS:
         return f"not a setting of Stepfence: {REPLACEMENTS[name]}"
     owners = [service for service, names in SERVICES.items() if name in names and service != "up"]
     if owners:
         return f"a setting of the {' and the '.join(owners)}, not of this part"
     near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
-    return "unknown setting" + (f"; did you mean {' or '.join(spell(other) for other in near)}?" if near else "")
+    if near:
+        return f"unknown setting; did you mean {' or '.join(spell(other) for other in near)}?"
+    return f"unknown setting; see `{command} --help`"
 
 
 def _path_or_none(value: str | None) -> Path | None:
@@ -430,7 +470,7 @@ def _unknown_in_file(path: Path, tables: Mapping[str, Any]) -> list[str]:
             problems.append(f"{path}: {section}: settings stand in one of the sections {names}")
             continue
         problems += [
-            f"{path}: [{section}] {key}: {advice(key, SERVICES[section])}"
+            f"{path}: [{section}] {key}: {advice(key, SERVICES[section], command=f'stepfence {section}')}"
             for key in table
             if key not in SERVICES[section]
         ]

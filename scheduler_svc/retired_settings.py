@@ -10,6 +10,9 @@ from typing import Final
 _RECOMPUTE: Final = (
     "a preempted request is always recomputed; give the pool more room with the worker's kv_memory or num_blocks"
 )
+_NO_PREFIX_CACHING: Final = (
+    "use --no-enable-prefix-caching, in the environment and in files enable_prefix_caching = false"
+)
 _DRAFTS: Final = "use num_speculative_tokens: the scheduler proposes n-gram drafts itself"
 
 REPLACEMENTS: Final[dict[str, str]] = {
@@ -36,8 +39,8 @@ REPLACEMENTS: Final[dict[str, str]] = {
     "mem_fraction_static": "use the worker's gpu_memory_utilization",
     "page_size": "use block_size",
     "context_length": "use max_model_len",
-    "disable_radix_cache": "use enable_prefix_caching = false",
-    "no_prefix_caching": "use enable_prefix_caching = false",
+    "disable_radix_cache": _NO_PREFIX_CACHING,
+    "no_prefix_caching": _NO_PREFIX_CACHING,
     "speculative_model": _DRAFTS,
     "speculative_config": _DRAFTS,
     "model_path": "use the worker's model",
@@ -47,7 +50,7 @@ REPLACEMENTS: Final[dict[str, str]] = {
     "api_key": "there is no authentication yet: keep listeners on loopback or a private network",
     "log_level": "use log_format for the form of logs; the level is fixed",
     "bind": "use listen, HOST:PORT",
-    "target": "it belongs to `stepfence generate`, `health` and `status`",
+    "target": "it belongs to the commands that call a server, such as `stepfence generate` and `stepfence status`",
     "tensor_parallel_size": "start more workers: each is a rank of its own",
     "data_parallel_size": "start more workers: each is a rank of its own",
     "pipeline_parallel_size": "start more workers: each is a rank of its own",

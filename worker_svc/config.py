@@ -52,24 +52,28 @@ OTHER_SETTINGS: Final = (
     "worker_listen",
     "workers",
 )
-# Read by commands themselves, not by a service.
+# Read by commands themselves or by compose.yaml, not by a service.
 COMMAND_VARIABLES: Final = (
     "cache_dir",
     "cache_salt",
     "chat",
     "config",
+    "frontend_memory",
     "ignore_eos",
     "json",
     "max_tokens",
     "min_p",
     "min_tokens",
     "priority",
+    "scheduler_memory",
     "seed",
+    "tag",
     "target",
     "temperature",
     "timeout",
     "top_k",
     "top_p",
+    "worker_memory",
 )
 
 _RECOMPUTE: Final = "a preempted request is always recomputed; give the pool more room with kv_memory or num_blocks"
@@ -100,6 +104,11 @@ REPLACEMENTS: Final[dict[str, str]] = {
 
 _UNITS: Final = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _SIZE: Final = re.compile(r"^(\d+(?:\.\d+)?)\s*([a-z]*)$")
+# Bounds that keep numbers within what timers, messages and memory can hold; far beyond what makes sense.
+_MAX_SECONDS: Final = 31_536_000.0
+_MAX_LEN: Final = 1 << 30
+_MAX_NUM_BLOCKS: Final = (1 << 31) - 1
+_MAX_THREADS: Final = 1024
 
 
 class SettingsError(Exception):
@@ -151,8 +160,11 @@ def _two_blocks(value: int | None) -> int | None:
 
 
 OptionalBytes = Annotated[int | None, Field(ge=1), BeforeValidator(parse_bytes)]
-OptionalCount = Annotated[int | None, Field(ge=1), BeforeValidator(_none)]
-OptionalNumBlocks = Annotated[int | None, AfterValidator(_two_blocks), BeforeValidator(_none)]
+OptionalLength = Annotated[int | None, Field(ge=1, le=_MAX_LEN), BeforeValidator(_none)]
+OptionalThreads = Annotated[int | None, Field(ge=1, le=_MAX_THREADS), BeforeValidator(_none)]
+OptionalNumBlocks = Annotated[
+    int | None, Field(le=_MAX_NUM_BLOCKS), AfterValidator(_two_blocks), BeforeValidator(_none)
+]
 
 
 class WorkerSettings(BaseSettings):
@@ -174,14 +186,18 @@ class WorkerSettings(BaseSettings):
         None, description="Memory for KV, in bytes or as 1GiB; none = 1GiB (cpu), gpu_memory_utilization (cuda)."
     )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of the GPU's memory to use (cuda).")
-    max_model_len: OptionalCount = Field(
+    max_model_len: OptionalLength = Field(
         None, description="Longest sequence in tokens, prompt and output; none = the model's (scripted: 8192)."
     )
-    threads: OptionalCount = Field(
+    threads: OptionalThreads = Field(
         None, description="Threads to compute with; none = as many as there are cores, up to 8."
     )
     drain_deadline_s: float = Field(
-        30.0, ge=0, description="Seconds that running requests may still take after a stop signal."
+        30.0,
+        ge=0,
+        le=_MAX_SECONDS,
+        allow_inf_nan=False,
+        description="Seconds that running requests may still take after a stop signal.",
     )
     log_format: Literal["auto", "json", "text"] = Field(
         "auto", description="auto (readable on a terminal, else JSON), json or text."
@@ -256,7 +272,7 @@ def advice(name: str, spell: Any = str) -> str:
     if name in OTHER_SETTINGS:
         return "a setting of the scheduler or the front end, not of the worker"
     near = difflib.get_close_matches(name, sorted(WorkerSettings.model_fields), n=3, cutoff=0.6)
-    return "unknown setting" + (f"; did you mean {' or '.join(spell(other) for other in near)}?" if near else "")
+    return "unknown setting; " + (f"did you mean {' or '.join(map(spell, near))}?" if near else "see --help")
 
 
 def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,13 @@ from scheduler_svc.config import (
 )
 from scheduler_svc.retired_settings import REPLACEMENTS, WORKER_SETTINGS
 from worker_svc import fetch_model
+from worker_svc.config import REPLACEMENTS as WORKER_REPLACEMENTS
+from worker_svc.config import SettingsError as WorkerSettingsError
+from worker_svc.config import WorkerSettings
+
+ROOT = Path(__file__).parents[3]
+# Name and value of each line of .env.example that sets something, or would without its #.
+EXAMPLE = dict(re.findall(r"^#?(STEPFENCE_[A-Z_]+)=(.*)$", (ROOT / ".env.example").read_text(), re.M))
 
 
 def _file(folder: Path, text: str) -> Path:
@@ -134,6 +142,87 @@ def test_what_an_orchestrator_injects_is_ignored(name: str, monkeypatch: pytest.
     assert SchedulerSettings.load() == SchedulerSettings()
 
 
+def test_the_variables_of_compose_disturb_no_part_that_is_started_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One environment may serve several parts: compose.yaml is one of those that read it."""
+    files = [ROOT / "compose.yaml", ROOT / "compose.scripted.yaml"]
+    used = {name for file in files for name in re.findall(r"\bSTEPFENCE_[A-Z_]+", file.read_text())}
+    assert {"STEPFENCE_TAG", "STEPFENCE_WORKER_MEMORY", "STEPFENCE_THREADS"} <= used & EXAMPLE.keys()
+    for name in used - EXAMPLE.keys():
+        monkeypatch.setenv(name, "")
+    for name, value in EXAMPLE.items():
+        monkeypatch.setenv(name, value)
+    for settings in (SchedulerSettings, FrontendSettings, UpSettings, WorkerSettings):
+        settings.load()
+    monkeypatch.setenv("STEPFENCE_TAGS", "local")
+    with pytest.raises(SettingsError, match="did you mean STEPFENCE_TAG"):
+        SchedulerSettings.load()
+
+
+def test_the_example_of_an_environment_sets_nothing_and_shows_the_defaults() -> None:
+    text = (ROOT / ".env.example").read_text()
+    assert not [line for line in text.splitlines() if line and not line.startswith("#")]
+    compose = dict(re.findall(r"\$\{(STEPFENCE_[A-Z_]+):-([^}]*)\}", (ROOT / "compose.yaml").read_text()))
+    defaults = {
+        name: "none" if info.default is None else str(info.default).lower()
+        for settings in (WorkerSettings, FrontendSettings, SchedulerSettings)
+        for name, info in settings.model_fields.items()
+    }
+    for name, value in EXAMPLE.items():
+        expected = compose.get(name) or defaults[name.removeprefix("STEPFENCE_").lower()]
+        # none stands for 1GiB on a CPU.
+        expected = "1GiB" if name == "STEPFENCE_KV_MEMORY" else expected.removesuffix(".0")
+        assert value == expected, name
+
+
+@pytest.mark.parametrize("advice", sorted({*REPLACEMENTS.values(), *WORKER_REPLACEMENTS.values()}))
+def test_what_replaces_a_retired_setting_exists(advice: str) -> None:
+    known = frozenset().union(*SERVICES.values())
+    flags = {f"--{name.replace('_', '-')}" for name in known}
+    flags |= {
+        f"--no-{name.replace('_', '-')}" for name, info in UpSettings.model_fields.items() if info.annotation is bool
+    }
+    assert set(re.findall(r"[a-z]+(?:_[a-z]+)+", advice)) <= known
+    assert set(re.findall(r"--[a-z-]+", advice)) <= flags
+    # What is typed on a command line cannot be given as `name = value`.
+    assert " = " not in advice or "--" in advice
+
+
+@pytest.mark.parametrize("name", ["step_watchdog_s", "first_steps_watchdog_s", "no_worker_grace_s", "drain_deadline_s"])
+@pytest.mark.parametrize("value", ["inf", "nan", "1e9"])
+def test_times_are_finite(name: str, value: str) -> None:
+    for settings in (SchedulerSettings, UpSettings):
+        with pytest.raises(SettingsError, match=name):
+            settings.load({name: value})
+    if name == "drain_deadline_s":
+        with pytest.raises(SettingsError, match=name):
+            FrontendSettings.load({name: value})
+        with pytest.raises(WorkerSettingsError, match=name):
+            WorkerSettings.load({name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("watermark", "nan"),
+        ("num_speculative_tokens", "65"),
+        ("block_size", "65537"),
+        ("max_num_seqs", str(2**32)),
+        ("max_num_batched_tokens", str(2**32)),
+        ("max_model_len", str(2**32)),
+        ("max_prompt_bytes", str((16 << 20) + 1)),
+        ("gpu_memory_utilization", "nan"),
+        ("num_blocks", str(2**31)),
+        ("threads", "1025"),
+    ],
+)
+def test_numbers_stay_within_what_messages_and_machines_hold(name: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=name):
+        UpSettings.load({name: value})
+    if name in WorkerSettings.model_fields:
+        with pytest.raises(WorkerSettingsError, match=name):
+            WorkerSettings.load({name: value})
+
+
 @pytest.mark.parametrize("address", ["", "50051", "host", "host:", ":1", "host:x", "host:65536", "::1:50051"])
 def test_an_address_that_cannot_be_is_refused(address: str) -> None:
     with pytest.raises(SettingsError, match="HOST:PORT|IPv6"):
@@ -195,8 +284,6 @@ def test_no_known_setting_is_called_retired() -> None:
 
 
 def test_the_workers_settings_are_the_workers_own() -> None:
-    from worker_svc.config import WorkerSettings
-
     assert frozenset(WorkerSettings.model_fields) == WORKER_SETTINGS
 
 
