@@ -1,14 +1,17 @@
-"""Settings of gRPC servers of this side. gRPC ignores names it does not know, so `refuse_unknown` looks each one up."""
+"""Settings of gRPC servers of this side, and their ports. gRPC ignores names it does not know, so `refuse_unknown`
+looks each one up."""
 
 from __future__ import annotations
 
 import ipaddress
 import logging
+import socket
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Final
 
+import grpc.aio
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 log = logging.getLogger(__name__)
@@ -49,6 +52,42 @@ def _is_known(name: str) -> bool:
                 return True
             overlap = block[-len(wanted) :]
     return False
+
+
+def listen(server: grpc.aio.Server, address: str) -> int:
+    """Let `server` listen on HOST:PORT; the real port. Raises OSError whose text is the system's reason."""
+    # Asked first: gRPC tells the reason only in a line of its own on stderr.
+    cause = _bind_error(address)
+    if cause is None:
+        try:
+            if port := server.add_insecure_port(address):
+                return port
+        except RuntimeError as error:
+            cause = str(error)
+    raise OSError(cause or "taken, or not of this machine")
+
+
+def _bind_error(address: str) -> str | None:
+    """Why HOST:PORT cannot be listened on, in the system's words; None when it can."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    cause = "no address"
+    try:
+        # A machine without IPv6 listens on 0.0.0.0 instead.
+        hosts = (host, "0.0.0.0") if host == "::" else (host,)
+        found = [info for name in hosts for info in socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)]
+    except OSError as error:
+        return error.strerror or str(error)
+    for family, kind, _, _, where in found:
+        try:
+            with socket.socket(family, kind) as probe:
+                # As servers do: a port whose last connections linger may be used again.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(where)
+                return None
+        except OSError as error:
+            cause = error.strerror or str(error)
+    return cause
 
 
 def is_loopback(host: str) -> bool:

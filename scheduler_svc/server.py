@@ -22,7 +22,7 @@ from scheduler_svc.admin import AdminServicer
 from scheduler_svc.config import SchedulerSettings, SettingsError
 from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.facts import MetricsSink, Recorder
-from scheduler_svc.grpc_options import SERVER_OPTIONS, refuse_unknown, warn_when_exposed
+from scheduler_svc.grpc_options import SERVER_OPTIONS, listen, refuse_unknown, warn_when_exposed
 from scheduler_svc.grpc_transport import CHANNEL_OPTIONS, GrpcTransport
 from scheduler_svc.metrics import MetricsServer, PrometheusMetrics, collect
 from scheduler_svc.resolver import SystemResolver
@@ -132,18 +132,16 @@ class SchedulerProcess:
         service = self.service = self._make_service(counts)
         server = self._make_server(service)
         try:
-            self.port = server.add_insecure_port(self._settings.listen)
-        except RuntimeError:
-            log.error("cannot listen on %s: choose another address with --listen", self._settings.listen)
+            self.port = listen(server, self._settings.listen)
+        except OSError as error:
+            told = "cannot listen on %s: choose another address with --listen"
+            log.error(told, self._settings.listen, extra={"cause": str(error)})
             return EXIT_FATAL
         try:
             exporter = self._export_metrics(service, counts)
         except OSError as error:
-            log.error(
-                "cannot serve metrics on %s (%s): choose another address with --metrics-listen, or none",
-                self._settings.metrics_listen,
-                error,
-            )
+            told = "cannot listen on %s: choose another address with --metrics-listen, or none"
+            log.error(told, self._settings.metrics_listen, extra={"cause": error.strerror or str(error)})
             return EXIT_FATAL
         await self._publish_health()
         await server.start()

@@ -12,6 +12,7 @@ import ipaddress
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from typing import Any, Final
@@ -54,7 +55,7 @@ _EXECUTOR_STOP_S: Final = 1.0
 
 
 class ListenError(Exception):
-    """The port cannot be had; the text says what to do."""
+    """The address cannot be listened on; the text is the system's reason."""
 
 
 def server_options() -> tuple[tuple[str, int], ...]:
@@ -99,15 +100,15 @@ class WorkerServer:
     async def listen(self, address: str) -> str:
         """Bind and serve: alive, not ready. Returns HOST:PORT with the real port. Raises ListenError."""
         host, _ = parse_address(address)
+        # Asked first: gRPC tells the reason only in a line of its own on stderr.
+        if (cause := _bind_error(address)) is not None:
+            raise ListenError(cause)
         try:
             bound = self._server.add_insecure_port(address)
-        except RuntimeError:
-            bound = 0
+        except RuntimeError as error:
+            raise ListenError(str(error)) from None
         if not bound:
-            raise ListenError(
-                f"cannot listen on {address}: the port is taken or the address is not this machine's; choose another "
-                "with --listen (port 0: any free one)"
-            )
+            raise ListenError("taken, or not of this machine")
         await self._set_ready(False)
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         await self._server.start()
@@ -167,7 +168,8 @@ async def serve(settings: WorkerSettings) -> int:
     try:
         address = await server.listen(settings.listen)
     except ListenError as error:
-        log.error("cannot start", extra={"cause": str(error)})
+        told = "cannot listen on %s: choose another address with --listen"
+        log.error(told, settings.listen, extra={"cause": str(error)})
         return EXIT_FATAL
     log.info(f"listening on {address}", extra={"address": address, "runner": settings.runner})
     if not _is_loopback(parse_address(address)[0]):
@@ -180,6 +182,29 @@ async def serve(settings: WorkerSettings) -> int:
         log.warning("the runner is still busy; leaving without it")
         _leave(code)
     return code
+
+
+def _bind_error(address: str) -> str | None:
+    """Why HOST:PORT cannot be listened on, in the system's words; None when it can."""
+    host, port = parse_address(address)
+    host = host.strip("[]")
+    cause = "no address"
+    try:
+        # A machine without IPv6 listens on 0.0.0.0 instead.
+        hosts = (host, "0.0.0.0") if host == "::" else (host,)
+        found = [info for name in hosts for info in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)]
+    except OSError as error:
+        return error.strerror or str(error)
+    for family, kind, _, _, where in found:
+        try:
+            with socket.socket(family, kind) as probe:
+                # As servers do: a port whose last connections linger may be used again.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(where)
+                return None
+        except OSError as error:
+            cause = error.strerror or str(error)
+    return cause
 
 
 def _is_loopback(host: str) -> bool:

@@ -27,7 +27,7 @@ from scheduler_svc.frontend.limits import Limits
 from scheduler_svc.frontend.session_client import SessionClient
 from scheduler_svc.frontend.session_transport import CHANNEL_OPTIONS, GrpcTransport
 from scheduler_svc.frontend.text import Tokenizer, load_tokenizer
-from scheduler_svc.grpc_options import SERVER_OPTIONS, refuse_unknown, warn_when_exposed
+from scheduler_svc.grpc_options import SERVER_OPTIONS, listen, refuse_unknown, warn_when_exposed
 from stepfence.v1 import generation_service_pb2, generation_service_pb2_grpc
 
 EXIT_OK: Final = 0
@@ -50,10 +50,6 @@ def run(settings: FrontendSettings) -> int:
     refuse_unknown((*SERVER_OPTIONS, *CHANNEL_OPTIONS))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(FrontEndProcess(settings).serve(signals=True))
-
-
-class CannotListenError(Exception):
-    """The address cannot be listened on. The text says what to do."""
 
 
 class FrontEndProcess:
@@ -90,8 +86,9 @@ class FrontEndProcess:
         self.front_end = FrontEnd(session, limits=self._limits, rng=self._rng, executor=executor)
         try:
             server, checks = self._build_server()
-        except CannotListenError as error:
-            log.error("cannot start", extra={"cause": str(error)})
+        except OSError as error:
+            told = "cannot listen on %s: choose another address with --listen"
+            log.error(told, self._settings.listen, extra={"cause": str(error)})
             await transport.close()
             executor.shutdown(wait=False)
             return EXIT_FATAL
@@ -119,27 +116,21 @@ class FrontEndProcess:
     # --- start ---
 
     def _build_server(self) -> tuple[grpc.aio.Server, Any]:
+        """Raises OSError when the address cannot be listened on."""
         server = grpc.aio.server(options=SERVER_OPTIONS)
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(self.front_end), server)
         # The asynchronous servicer has no type stubs.
         checks: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-        listen = self._settings.listen
-        try:
-            self.port = server.add_insecure_port(listen)
-        except RuntimeError as error:
-            raise CannotListenError(
-                f"{listen} cannot be listened on (taken?); choose another address with --listen ({error})"
-            ) from error
-        if not self.port:
-            raise CannotListenError(f"{listen} cannot be listened on (taken?); choose another address with --listen")
+        self.port = listen(server, self._settings.listen)
         return server, checks
 
     def _announce(self) -> None:
         host = self._settings.listen.rpartition(":")[0]
         address = f"{host}:{self.port}"
-        log.info("listening", extra={"address": address, "service": SERVICE, "scheduler": self._settings.scheduler})
+        facts = {"address": address, "service": SERVICE, "scheduler": self._settings.scheduler}
+        log.info("listening on %s", address, extra=facts)
         warn_when_exposed(address)
         self.listening.set()
 
@@ -155,7 +146,9 @@ class FrontEndProcess:
             status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
             await checks.set(SERVICE, status)
             if cause != told:
-                log.info("ready" if serving else "not ready", extra={} if serving else {"cause": cause})
+                # News only after it had been ready, and unless it is asked to stop.
+                level = logging.WARNING if told is None and not self._first_signal.is_set() else logging.INFO
+                log.log(level, "ready" if serving else "not ready", extra={} if serving else {"cause": cause})
                 told = cause
             await self._readiness_changed.wait()
             self._readiness_changed.clear()

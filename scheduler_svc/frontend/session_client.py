@@ -297,7 +297,7 @@ class SessionClient:
                     backoff_s = self._timing.first_backoff_s
                 self._lose(str(error))
             except asyncio.CancelledError:
-                self._lose("the front end stops")
+                self._lose("the front end stops", logging.INFO)
                 raise
             await asyncio.sleep(self._jittered(backoff_s))
             backoff_s = min(backoff_s * 2, self._timing.max_backoff_s)
@@ -305,10 +305,13 @@ class SessionClient:
     def _jittered(self, seconds: float) -> float:
         return seconds * (1 + self._timing.jitter * (2 * self._rng.random() - 1))
 
-    def _lose(self, because: str) -> None:
+    def _lose(self, because: str, level: int = logging.WARNING) -> None:
         """Every live request ends with the stream."""
-        level = logging.WARNING if self._attached else logging.DEBUG
-        log.log(level, "scheduler lost", extra={"cause": because, "requests_ended": len(self._sinks)})
+        log.log(
+            level if self._attached else logging.DEBUG,
+            "scheduler lost",
+            extra={"cause": because, "requests_ended": len(self._sinks)},
+        )
         self._attached = False
         self._scheduler_draining = False
         self._no_worker_because = None

@@ -63,7 +63,13 @@ async def test_f62_readiness_follows_the_scheduler_and_liveness_does_not(caplog:
         assert await under_test.health("") == SERVING
         await double.start()
         await under_test.until_health(SERVING)
-        causes = [str(getattr(record, "cause", "")) for record in caplog.records if record.message == "not ready"]
+        told = [record for record in caplog.records if record.message == "not ready"]
+        causes = [str(getattr(record, "cause", "")) for record in told]
+        # At the start it is no news.
+        assert told[0].levelno == logging.INFO
+        assert [record.levelno for record in told if "no connection" in str(getattr(record, "cause", ""))][-1] == (
+            logging.WARNING
+        )
         assert any("no worker" in cause for cause in causes)
         assert any("no connection to the scheduler" in cause for cause in causes)
 
@@ -137,9 +143,22 @@ async def test_a_taken_port_ends_with_an_error_that_names_the_flag(caplog: pytes
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         process = FrontEndProcess(FrontendSettings(listen=listen, scheduler="127.0.0.1:1"))
         assert await process.serve() == 1
-    told = " ".join(str(getattr(record, "cause", "")) for record in caplog.records)
-    assert "--listen" in told
-    assert listen in told
+    (told,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert told.getMessage() == f"cannot listen on {listen}: choose another address with --listen"
+    assert getattr(told, "cause", "") == "Address already in use"
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("listen", "cause"),
+    [("192.0.2.1:5000", "Cannot assign requested address"), ("no-such-host.invalid:5000", "")],
+)
+async def test_an_address_of_another_machine_is_told_in_the_log_and_nowhere_else(listen: str, cause: str) -> None:
+    async with child(listen, "127.0.0.1:1") as front:
+        assert await front.exit_code() == 1
+        (line,) = front.lines
+        assert line["message"] == f"cannot listen on {listen}: choose another address with --listen"
+        assert line["cause"] and cause in line["cause"]
 
 
 @pytest.mark.parametrize(
@@ -236,17 +255,19 @@ class Child:
         self.lines: list[dict[str, Any]] = []
 
     async def line(self, message: str) -> dict[str, Any]:
-        """The next line of its log with this message."""
+        """The next line of its log whose message is this, or begins with it where it ends with a space."""
         assert self.process.stderr is not None
         async with asyncio.timeout(60):
             while data := await self.process.stderr.readline():
                 self.lines.append(json.loads(data))
-                if self.lines[-1]["message"] == message:
+                told = self.lines[-1]["message"]
+                if told == message or (message.endswith(" ") and told.startswith(message)):
                     return self.lines[-1]
         raise AssertionError(f"ended without {message!r}: {self.lines}")
 
     async def exit_code(self) -> int:
-        await asyncio.wait_for(self.process.communicate(), 60)
+        _, rest = await asyncio.wait_for(self.process.communicate(), 60)
+        self.lines += map(json.loads, rest.splitlines())
         assert self.process.returncode is not None
         return self.process.returncode
 
@@ -270,19 +291,23 @@ async def child(listen: str, scheduler: str, drain_deadline_s: float = 30) -> As
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_an_idle_process_ends_with_0_on_a_signal(number: int) -> None:
     async with SessionDouble() as double, child("127.0.0.1:0", double.address) as front:
-        listening = await front.line("listening")
+        listening = await front.line("listening on ")
         assert listening["address"].startswith("127.0.0.1:")
         assert not listening["address"].endswith(":0")
+        assert listening["message"] == f"listening on {listening['address']}"
         await front.line("ready")
         front.process.send_signal(number)
         assert await front.exit_code() == 0
+        # Neither the start nor a stop as asked is a reason to worry.
+        assert {line["level"] for line in front.lines} == {"info"}
+        assert front.lines[-1]["message"] == "scheduler lost"
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_two_signals_end_a_busy_process_with_128_plus_the_number(number: int) -> None:
     async with SessionDouble() as double, child("127.0.0.1:0", double.address) as front:
-        address = (await front.line("listening"))["address"]
+        address = (await front.line("listening on "))["address"]
         await front.line("ready")
         async with grpc.aio.insecure_channel(address) as channel:
             stub: Any = generation_service_pb2_grpc.GenerationServiceStub(channel)
@@ -298,7 +323,7 @@ async def test_two_signals_end_a_busy_process_with_128_plus_the_number(number: i
 @pytest.mark.e2e
 async def test_a_drain_deadline_with_work_left_ends_with_3() -> None:
     async with SessionDouble() as double, child("127.0.0.1:0", double.address, 0.1) as front:
-        address = (await front.line("listening"))["address"]
+        address = (await front.line("listening on "))["address"]
         await front.line("ready")
         async with grpc.aio.insecure_channel(address) as channel:
             stub: Any = generation_service_pb2_grpc.GenerationServiceStub(channel)
@@ -323,7 +348,7 @@ async def test_a_front_end_that_dies_takes_its_stream_with_it() -> None:
 @pytest.mark.e2e
 async def test_a_process_without_a_scheduler_is_alive_and_says_what_is_missing() -> None:
     async with child("127.0.0.1:0", "127.0.0.1:1") as front:
-        address = (await front.line("listening"))["address"]
+        address = (await front.line("listening on "))["address"]
         cause = (await front.line("not ready"))["cause"]
         assert "scheduler" in cause
         async with grpc.aio.insecure_channel(address) as channel:

@@ -184,6 +184,8 @@ class Child:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
         self.lines: list[dict[str, Any]] = []
+        # Of gRPC's library.
+        self.other_lines: list[bytes] = []
 
     async def line(self, message: str) -> dict[str, Any]:
         """The next log line whose message starts like this."""
@@ -192,15 +194,22 @@ class Child:
             while True:
                 raw = await self.process.stderr.readline()
                 assert raw, f"no line {message!r} in {self.lines}"
-                if raw.startswith(b"{"):
-                    self.lines.append(json.loads(raw))
-                    if self.lines[-1]["message"].startswith(message):
-                        return self.lines[-1]
+                if not raw.startswith(b"{"):
+                    self.other_lines.append(raw)
+                    continue
+                self.lines.append(json.loads(raw))
+                if self.lines[-1]["message"].startswith(message):
+                    return self.lines[-1]
 
     async def code(self) -> int:
         """Its exit code."""
         async with asyncio.timeout(30):
-            await self.process.communicate()
+            _, rest = await self.process.communicate()
+        for raw in rest.splitlines():
+            if raw.startswith(b"{"):
+                self.lines.append(json.loads(raw))
+            else:
+                self.other_lines.append(raw)
         assert self.process.returncode is not None
         return self.process.returncode
 
@@ -264,13 +273,41 @@ async def test_a_second_signal_ends_at_once(double: WorkerDouble, number: signal
             assert client.status is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_the_start_and_a_stop_as_asked_are_no_reason_to_worry(double: WorkerDouble) -> None:
+    async with child(worker=(double.address,)) as scheduler:
+        listening = await scheduler.line("listening on ")
+        assert listening["message"] == f"listening on {listening['address']}"
+        await scheduler.line("rank up")
+        await scheduler.line("ready")
+        scheduler.process.send_signal(signal.SIGTERM)
+        assert await scheduler.code() == 0
+        assert {line["level"] for line in scheduler.lines} == {"info"}
+        assert {"not ready", "drained", "rank lost"} <= {line["message"] for line in scheduler.lines}
+
+
+async def test_readiness_that_is_lost_is_a_warning(double: WorkerDouble) -> None:
+    async with child(worker=(double.address,)) as scheduler:
+        assert (await scheduler.line("not ready"))["level"] == "info"
+        await scheduler.line("ready")
+        await double.stop()
+        assert (await scheduler.line("not ready"))["level"] == "warning"
+
+
 async def test_a_taken_port_is_an_error_that_names_the_flag() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        async with child(listen=f"127.0.0.1:{taken.getsockname()[1]}") as scheduler:
-            assert "--listen" in (await scheduler.line("cannot listen"))["message"]
-            assert await scheduler.code() == 1
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        for settings, advice in (
+            ({"listen": address}, "--listen"),
+            ({"metrics_listen": address}, "--metrics-listen, or none"),
+        ):
+            async with child(**settings) as scheduler:
+                line = await scheduler.line("cannot listen")
+                assert line["message"] == f"cannot listen on {address}: choose another address with {advice}"
+                assert line["cause"] == "Address already in use"
+                assert await scheduler.code() == 1
+                assert scheduler.lines == [line] and not scheduler.other_lines
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,9 @@ async def test_a_taken_port_is_an_error_that_names_the_flag() -> None:
         port = taken.getsockname()[1]
         async with _started("serve", "--runner", "scripted", "--listen", f"127.0.0.1:{port}") as worker:
             assert await worker.end() == 1
-            assert "--listen" in worker.lines[-1] and str(port) in worker.lines[-1]
+            (line,) = map(json.loads, "".join(worker.lines).splitlines())
+            assert line["message"] == f"cannot listen on 127.0.0.1:{port}: choose another address with --listen"
+            assert line["cause"] == "Address already in use"
 
 
 @pytest.mark.parametrize(
