@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
+from typing import Annotated, Any, Final, cast
 
 import typer
 
 from scheduler_svc.cli import client_commands, delegates, replay
-from scheduler_svc.cli.options import EPILOG, StrictCommand, settings_command
+from scheduler_svc.cli.options import EPILOG, StrictCommand, settings_command, usage_error_line
 from scheduler_svc.config import FrontendSettings, SchedulerSettings, SettingsError, UpSettings
 
 USAGE_ERROR = 2
+# The parser's base of all its usage errors, which typer does not name.
+_UsageError: Final = cast(type[Exception], typer.BadParameter.__mro__[1])
 
 
 def _run_scheduler(settings: SchedulerSettings) -> int:
@@ -69,9 +71,9 @@ def _root(
     """LLM inference with a CPU-only scheduler that drives its workers by numbered, fenced steps."""
 
 
-app.command(
-    "up", cls=StrictCommand, epilog=EPILOG, help="Start a scheduler, a front end and workers here, until Ctrl-C."
-)(settings_command(UpSettings, _run_up))
+app.command("up", cls=StrictCommand, epilog=EPILOG, help="Start scheduler, front end and workers here, until Ctrl-C.")(
+    settings_command(UpSettings, _run_up)
+)
 app.command("scheduler", cls=StrictCommand, epilog=EPILOG, help="Run the scheduler (no GPU, no torch).")(
     settings_command(SchedulerSettings, _run_scheduler)
 )
@@ -86,13 +88,20 @@ client_commands.register(app)
 def main() -> int:
     """Run the command line in sys.argv; the value is the exit code."""
     try:
-        app()
+        return int(app(standalone_mode=False) or 0)
     except SettingsError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
+        return USAGE_ERROR
+    except _UsageError as error:
+        _tell(error)
         return USAGE_ERROR
     except KeyboardInterrupt:
         return 130
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
-    return 0
+
+
+def _tell(error: Any) -> None:
+    is_help = type(error).__name__ == "NoArgsIsHelpError"
+    print(error.format_message() if is_help else f"error: {usage_error_line(error)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Flags of the commands that call a running Stepfence: generate, health, status, audit."""
+"""Flags of the commands that call a running Stepfence: generate, health, and those of the scheduler's operators."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from scheduler_svc.cli.options import StrictCommand
+from scheduler_svc.config import MAX_SECONDS
 
 FRONT_END = "127.0.0.1:50051"
 SCHEDULER = "127.0.0.1:50052"
@@ -35,7 +36,9 @@ _Scheduler = Annotated[
 
 
 def _generate(
-    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.", show_default=False)],
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from standard input.", show_default=False)
+    ],
     target: Annotated[
         str,
         typer.Option(
@@ -152,6 +155,7 @@ def _generate(
         float | None,
         typer.Option(
             min=0.001,
+            max=MAX_SECONDS,
             metavar="SECONDS",
             envvar="STEPFENCE_TIMEOUT",
             show_default="none",
@@ -169,7 +173,7 @@ def _generate(
     from scheduler_svc.cli import generate
 
     if system is not None and not chat:
-        raise typer.BadParameter("goes with --chat only", param_hint="'--system'")
+        raise typer.BadParameter("goes with --chat only", param_hint="--system")
     options = generate.GenerateOptions(
         prompt=_standard_input() if prompt == "-" else prompt,
         target=target,
@@ -198,7 +202,7 @@ def _standard_input() -> str:
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"standard input is not UTF-8 text: {error}", param_hint="'PROMPT'") from None
+        raise typer.BadParameter(f"standard input is not UTF-8 text: {error}", param_hint="PROMPT") from None
 
 
 def _health(
@@ -220,7 +224,7 @@ def _health(
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=0.001, metavar="SECONDS", help="How long to wait for the answer.")
+        float, typer.Option(min=0.001, max=MAX_SECONDS, metavar="SECONDS", help="How long to wait for the answer.")
     ] = 3.0,
 ) -> None:
     """Check the health of a Stepfence process. Exit codes: 0 serving, 1 not serving or no answer, 2 wrong usage."""
@@ -232,22 +236,69 @@ def _health(
 
 
 def _status(target: _Scheduler = SCHEDULER, as_json: _AsJson = False) -> None:
-    """Show what the scheduler runs where, now."""
+    """Show what the scheduler runs where, now. Exit codes: 0 it has answered, 1 it has not, 2 wrong usage."""
     from scheduler_svc.cli import status
 
     raise typer.Exit(status.show_status(target, as_json))
 
 
 def _audit(target: _Scheduler = SCHEDULER, as_json: _AsJson = False) -> None:
-    """Count every KV block of the scheduler. Exit codes: 0 consistent, 1 not."""
+    """Count every KV block of the scheduler. Exit codes: 0 consistent, 1 not, or no answer, 2 wrong usage."""
     from scheduler_svc.cli import status
 
     raise typer.Exit(status.show_audit(target, as_json))
 
 
+def _drain(
+    target: _Scheduler = SCHEDULER,
+    deadline_s: Annotated[
+        float | None,
+        typer.Option(
+            "--deadline-s",
+            min=0,
+            max=MAX_SECONDS,
+            metavar="SECONDS",
+            show_default="the scheduler's --drain-deadline-s",
+            help="How long accepted requests may still take; a later drain can only shorten it.",
+        ),
+    ] = None,
+) -> None:
+    """Let the scheduler end: new requests are refused, accepted ones finish. Returns at once.
+
+    The scheduler exits with 0, or 3 when the deadline cut something off.
+
+    Exit codes: 0 it drains, 1 no answer, 2 wrong usage.
+    """
+    from scheduler_svc.cli import status
+
+    raise typer.Exit(status.drain(target, deadline_s))
+
+
+def _reset_cache(
+    target: _Scheduler = SCHEDULER,
+    preempt_running: Annotated[
+        bool,
+        typer.Option(
+            "--preempt-running", help="Also preempt all that runs, which is computed again, so that no block is in use."
+        ),
+    ] = False,
+) -> None:
+    """Let the scheduler forget all cached prefixes: of all workers, or of none while blocks are in use.
+
+    Exit codes: 0 all are forgotten, 1 none (standard error says why), or no answer, 2 wrong usage.
+    """
+    from scheduler_svc.cli import status
+
+    raise typer.Exit(status.reset_cache(target, preempt_running))
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
-    app.command("generate", cls=StrictCommand)(_generate)
-    app.command("health", cls=StrictCommand)(_health)
-    app.command("status", cls=StrictCommand)(_status)
-    app.command("audit", cls=StrictCommand)(_audit)
+    app.command("generate", cls=StrictCommand, short_help="Generate text from one prompt.")(_generate)
+    app.command("health", cls=StrictCommand, short_help="Check the health of a Stepfence process.")(_health)
+    app.command("status", cls=StrictCommand, short_help="Show what the scheduler runs where, now.")(_status)
+    app.command("audit", cls=StrictCommand, short_help="Count every KV block of the scheduler.")(_audit)
+    app.command("drain", cls=StrictCommand, short_help="Let the scheduler finish what it has accepted and end.")(_drain)
+    app.command("reset-cache", cls=StrictCommand, short_help="Let the scheduler forget all cached prefixes.")(
+        _reset_cache
+    )

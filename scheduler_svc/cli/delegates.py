@@ -77,11 +77,17 @@ scenario = typer.Typer(
 )
 
 
-@scenario.command("run", cls=StrictCommand)
+@scenario.command("run", cls=StrictCommand, short_help="Run files of scenarios; one JSON result a scenario.")
 def _scenario_run(
     files: Annotated[
         list[Path],
-        typer.Argument(exists=True, dir_okay=False, help="Scenario files (JSON, or JSON lines).", show_default=False),
+        typer.Argument(
+            metavar="FILES",
+            exists=True,
+            dir_okay=False,
+            help="Scenario files (JSON, or JSON lines).",
+            show_default=False,
+        ),
     ],
 ) -> None:
     """Run scenarios through the scheduler and print one JSON result a scenario, with a record for each of its steps.
@@ -96,5 +102,7 @@ def _scenario_run(
 def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
     app.command("worker", context_settings=_PASS_ON)(_worker)
-    app.command("fetch-model", context_settings=_PASS_ON)(_fetch_model)
+    app.command(
+        "fetch-model", context_settings=_PASS_ON, short_help="Fetch a known model (smollm2) and convert it once."
+    )(_fetch_model)
     app.add_typer(scenario, name="scenario")

@@ -9,6 +9,8 @@ import sys
 from datetime import UTC, datetime
 from typing import Final, Literal
 
+Level = Literal["info", "warning", "error"]
+
 _COLORS: Final = {"scheduler": "36", "frontend": "35", "worker": "32", "up": "1"}
 
 
@@ -18,9 +20,10 @@ class MergedLog:
     def __init__(self, log_format: Literal["text", "json"]) -> None:
         self.log_format = log_format
 
-    def show(self, part: str, line: str) -> None:
-        """One line, as a part wrote it; where JSON is wanted, other lines (a traceback, say) become its message."""
-        text = _as_json(part, line) if self.log_format == "json" else _as_text(part, line)
+    def show(self, part: str, line: str, level: Level = "info") -> None:
+        """One line, as a part wrote it; where JSON is wanted, other lines (a traceback, say) become its message, with
+        this level."""
+        text = _as_json(part, line, level) if self.log_format == "json" else _as_text(part, line)
         try:
             sys.stderr.write(text + "\n")
             sys.stderr.flush()
@@ -28,14 +31,14 @@ class MergedLog:
             _give_up_the_log()
 
 
-def _as_json(part: str, line: str) -> str:
+def _as_json(part: str, line: str, level: Level) -> str:
     fields: object = None
     if line.startswith("{"):
         with contextlib.suppress(ValueError):
             fields = json.loads(line)
     if not isinstance(fields, dict):
         moment = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        fields = {"time": moment, "level": "info", "logger": f"stepfence.{part}", "message": line}
+        fields = {"time": moment, "level": level, "logger": f"stepfence.{part}", "message": line}
     return json.dumps({**fields, "part": part}, ensure_ascii=False)
 
 

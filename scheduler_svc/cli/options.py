@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
@@ -28,11 +28,53 @@ class StrictCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {option for parameter in self.params for option in (*parameter.opts, *parameter.secondary_opts)}
-        refuse_unknown_flags(args, known | {"--help"})
+        refuse_unknown_flags(args, known | {"--help"}, command_name(ctx))
         return super().parse_args(ctx, args)
 
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is None:
+                continue
+            if parameter.param_type_name == "argument":
+                # Typer adds its Python type: <list[Path]>.
+                sections["Arguments"].append((record[0].split(" <", 1)[0], record[1]))
+            else:
+                sections["Options"].append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
-def refuse_unknown_flags(args: Sequence[str], known: set[str]) -> None:
+
+def usage_error_line(error: Any) -> str:
+    """One line for a usage error of the parser: the flag, or the variable that gave its value, and what is wrong."""
+    context, parameter, hint = error.ctx, getattr(error, "param", None), getattr(error, "param_hint", None)
+    if isinstance(hint, str):
+        return f"{hint}: {error.message}"
+    if parameter is None or not error.message:
+        told = error.format_message().rstrip(".")
+        return f"{told[:1].lower()}{told[1:]}" + (f"; see `{command_name(context)} --help`" if context else "")
+    name = parameter.metavar or parameter.name
+    if parameter.param_type_name == "option":
+        name = max(parameter.opts, key=len)
+    source = context.get_parameter_source(parameter.name) if context is not None else None
+    if source is not None and source.name == "ENVIRONMENT":
+        name = f"{parameter.envvar} (in the environment)"
+    return f"{name}: {error.message}"
+
+
+def command_name(ctx: Any) -> str:
+    """The command as a person types it, however this program was started: `stepfence scenario run`."""
+    names = []
+    while ctx is not None and ctx.parent is not None:
+        names.append(str(ctx.info_name))
+        ctx = ctx.parent
+    return " ".join(["stepfence", *reversed(names)])
+
+
+def refuse_unknown_flags(args: Sequence[str], known: set[str], command: str) -> None:
     """Raise SettingsError for the first unknown `--flag` before a lone `--`."""
     names = {option.removeprefix("--").replace("-", "_") for option in known if option.startswith("--")}
     for argument in args:
@@ -41,7 +83,7 @@ def refuse_unknown_flags(args: Sequence[str], known: set[str]) -> None:
         option = argument.split("=", 1)[0]
         if option.startswith("--") and option not in known:
             name = option.removeprefix("--").replace("-", "_")
-            raise SettingsError(f"{option}: {advice(name, names, flag)}")
+            raise SettingsError(f"{option}: {advice(name, names, flag, command)}")
 
 
 def settings_command(settings: type[SettingsT], run: Callable[[SettingsT], int]) -> Callable[..., None]:
@@ -110,17 +152,23 @@ def _shown_default(value: object) -> str:
 
 
 def _metavar(name: str, info: FieldInfo) -> str:
-    text = str(info.annotation)
+    types = _leaves(info.annotation)
     if name in ("worker", "scheduler") or name.endswith("listen"):
         return "HOST:PORT"
     if name.endswith("_s"):
         return "SECONDS"
     if name.endswith("_bytes") or name == "kv_memory":
         return "BYTES"
-    if "Path" in text:
-        return "FILE"
     if name == "script":
         return "JSON"
-    if "float" in text or name == "gpu_memory_utilization":
+    if Path in types:
+        return "FILE"
+    if float in types:
         return "SHARE"
-    return "NAME" if "Literal" in text or "str" in text else "N"
+    return "N" if int in types else "NAME"
+
+
+def _leaves(annotation: Any) -> set[Any]:
+    """What an annotation is made of at its ends: the types of a union, the words of a Literal."""
+    inner = get_args(annotation)
+    return set().union(*map(_leaves, inner)) if inner else {annotation}

@@ -15,7 +15,11 @@ def _replay(
     file: Annotated[
         Path,
         typer.Argument(
-            exists=True, dir_okay=False, help="Recording made with --record; may be gzip.", show_default=False
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="Recording made with --record; may be gzip.",
+            show_default=False,
         ),
     ],
     explain: Annotated[
@@ -25,7 +29,8 @@ def _replay(
 ) -> None:
     """Replay a recording: the same events must give the same steps, byte for byte.
 
-    Exit code 0: all the same. 1: a step differs (the first is told). 2: the file cannot be read."""
+    Exit code 0: all the same. 1: a step differs (the first is told), or the request to explain is not in the file.
+    2: the file cannot be read."""
     from scheduler_svc.simulation import replay
 
     raise typer.Exit(replay.main(file, out=sys.stdout, verify=verify, explain=explain))
@@ -33,4 +38,4 @@ def _replay(
 
 def register(app: typer.Typer) -> None:
     """Add the command of this module."""
-    app.command("replay", cls=StrictCommand)(_replay)
+    app.command("replay", cls=StrictCommand, short_help="Replay a recording and compare every step.")(_replay)

@@ -1,4 +1,5 @@
-"""`stepfence status` and `stepfence audit`: what the scheduler says about itself."""
+"""What the scheduler says about itself, and what operators may ask of it: `stepfence status`, `audit`, `drain` and
+`reset-cache`."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import sys
 
 import grpc
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
@@ -42,6 +44,43 @@ def show_audit(target: str, as_json: bool) -> int:
     else:
         _print_audit(audit)
     return 0 if all(rank.consistent for rank in audit.ranks) else 1
+
+
+def drain(target: str, deadline_s: float | None) -> int:
+    """Ask the scheduler to finish what it has accepted and to end; None: its own deadline. Does not wait for that.
+    Exit code 0, or 1 when it does not answer."""
+    request = pb.DrainRequest()
+    if deadline_s is not None:
+        request.deadline.CopyFrom(_duration(deadline_s))
+    try:
+        with grpc.insecure_channel(target) as channel:
+            AdminServiceStub(channel).Drain(request, timeout=_TIMEOUT_S)
+    except grpc.RpcError as error:
+        return _failed(error, target)
+    limit = "its --drain-deadline-s" if deadline_s is None else f"{deadline_s:g} s"
+    print(f"draining: new requests are refused, accepted ones may take up to {limit}, then the scheduler ends")
+    return 0
+
+
+def reset_cache(target: str, preempt_running: bool) -> int:
+    """Ask the scheduler to forget all cached prefixes. Exit code 0, or 1 when nothing was reset or nobody answers."""
+    request = pb.ResetPrefixCacheRequest(preempt_running=preempt_running)
+    try:
+        with grpc.insecure_channel(target) as channel:
+            answer = AdminServiceStub(channel).ResetPrefixCache(request, timeout=_TIMEOUT_S)
+    except grpc.RpcError as error:
+        return _failed(error, target)
+    if not answer.success:
+        advice = "" if preempt_running else "; wait until nothing runs, or use --preempt-running"
+        print(f"error: nothing was reset: {answer.message}{advice}", file=sys.stderr)
+        return 1
+    print("reset: all cached prefixes are forgotten")
+    return 0
+
+
+def _duration(seconds: float) -> Duration:
+    whole = int(seconds)
+    return Duration(seconds=whole, nanos=int((seconds - whole) * 1e9))
 
 
 def _failed(error: grpc.RpcError, target: str) -> int:

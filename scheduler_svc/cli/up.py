@@ -30,7 +30,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from scheduler_svc.cli.delegates import worker_command
-from scheduler_svc.cli.merged_log import MergedLog
+from scheduler_svc.cli.merged_log import Level, MergedLog
 from scheduler_svc.cli.options import as_flags
 from scheduler_svc.cli.part import Part
 from scheduler_svc.cli.ports import free_address
@@ -108,9 +108,10 @@ def choose_addresses(settings: UpSettings, log: MergedLog) -> Addresses:
         ("listen", settings.listen, chosen.frontend),
         ("scheduler_listen", settings.scheduler_listen, chosen.scheduler),
         ("metrics_listen", metrics, chosen.metrics),
+        *(("worker_listen", f"{host}:{port}", got) for port, got in zip(wanted_ports, chosen.workers, strict=True)),
     ):
         if wanted and got and wanted != got and not wanted.endswith(":0"):
-            log.show("up", f"{wanted} is taken: using {got} instead ({flag(name)})")
+            log.show("up", f"{wanted} is taken: using {got} instead ({flag(name)})", "warning")
     return chosen
 
 
@@ -183,7 +184,7 @@ class _Up:
             await fetching.end(_LEAVE_S)
             return False
         if code := ended.result():
-            self._say(f"the model {model} could not be fetched (exit code {code})")
+            self._say(f"the model {model} could not be fetched (exit code {code})", "error")
             self._exit_code = 2 if code == 2 else 1
         return code == 0
 
@@ -246,7 +247,7 @@ class _Up:
         await part.start()
         code = await part.wait()
         if not self._stop.is_set():
-            self._say(f"the {part.name} ended ({_ending(code)}): ending everything; its last lines say why")
+            self._say(f"the {part.name} ended ({_ending(code)}): ending everything; its last lines say why", "error")
             self._fail(code)
 
     async def _keep_worker(self, worker: Part) -> None:
@@ -258,12 +259,13 @@ class _Up:
             if self._stop.is_set():
                 return
             if not self._ready_once and code in (1, 2):
-                self._say(f"the {worker.name} could not start ({_ending(code)}): its last lines say why")
+                self._say(f"the {worker.name} could not start ({_ending(code)}): its last lines say why", "error")
                 self._fail(code)
                 return
             failures = 0 if time.monotonic() - born > _SETTLED_S else failures + 1
             pause = _RESTART_S[min(failures, len(_RESTART_S) - 1)]
-            self._say(f"the {worker.name} ended ({_ending(code)}): starting it again in {pause:g} s; requests wait")
+            told = f"the {worker.name} ended ({_ending(code)}): starting it again in {pause:g} s; requests wait"
+            self._say(told, "warning")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), pause)
 
@@ -271,8 +273,8 @@ class _Up:
         self._exit_code = 2 if code == 2 and not self._ready_once else 1
         self._stop.set()
 
-    def _say(self, line: str) -> None:
-        self._log.show("up", line)
+    def _say(self, line: str, level: Level = "info") -> None:
+        self._log.show("up", line, level)
 
     # --- end ----------------------------------------------------------------------------------------------------------
 
@@ -295,7 +297,7 @@ class _Up:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         # A part that had to be killed did not get to say whether it cut something off.
         if self._exit_code == 0 and any(code == 3 or (code is not None and code < 0) for code in codes):
-            self._say("the drain deadline passed: some requests were cut off")
+            self._say("the drain deadline passed: some requests were cut off", "warning")
             self._exit_code = 3
 
 

@@ -290,8 +290,8 @@ _WORTH_TELLING: Final = frozenset(SkipReason) - {
 
 
 def main(path: Path, *, out: TextIO, verify: bool = True, explain: str | None = None) -> int:
-    """Replay `path` and tell the result on `out`. Returns the exit code: 0 the same, 1 different, 2 not readable (why
-    is told on standard error).
+    """Replay `path` and tell the result on `out`. Returns the exit code: 0 the same, 1 different or without the
+    request to explain, 2 not readable (why is told on standard error).
 
     verify: compare every step with the recorded one. explain: id of a request whose story to tell."""
     story = None if explain is None else Story(explain)
@@ -307,7 +307,8 @@ def main(path: Path, *, out: TextIO, verify: bool = True, explain: str | None = 
         print(file=out)
     for sentence in _sentences(replay, verify):
         print(sentence, file=out)
-    return EXIT_SAME if replay.difference is None else EXIT_DIFFERENT
+    is_told = story is None or bool(story.sentences)
+    return EXIT_SAME if replay.difference is None and is_told else EXIT_DIFFERENT
 
 
 def _sentences(replay: Replay, verify: bool) -> Iterator[str]:

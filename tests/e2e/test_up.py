@@ -122,7 +122,24 @@ def test_a_log_for_machines_has_no_other_lines(up: Up) -> None:
     assert process.wait() == 0, process.tail()
     lines = [json.loads(line) for line in process.output().splitlines()]
     assert {line["part"] for line in lines} == {"up", "scheduler", "frontend", "worker"}
-    assert all(line["time"] and line["level"] and line["message"] for line in lines)
+    assert all(line["time"] and line["message"] for line in lines)
+    # From start to stop, nothing went wrong.
+    assert {line["level"] for line in lines} == {"info"}
+    listening = {line["part"]: line for line in lines if line["message"].startswith("listening on ")}
+    assert listening.keys() == {"scheduler", "frontend", "worker"}
+    assert all(line["message"] == f"listening on {line['address']}" for line in listening.values())
+
+
+def test_a_log_for_machines_tells_what_failed_from_what_did_not(up: Up) -> None:
+    process = up("--log-format", "json")
+    _ready(process)
+    os.kill(_part(process, "worker_svc"), signal.SIGKILL)
+    wait_until(lambda: "starting it again" in process.output(), "the worker's end was told")
+    os.kill(_part(process, "scheduler_svc frontend"), signal.SIGKILL)
+    assert process.wait() == 1, process.tail()
+    lines = [json.loads(line) for line in process.output().splitlines()]
+    levels = {line["message"].split(" (")[0]: line["level"] for line in lines if line["part"] == "up"}
+    assert (levels["the worker ended"], levels["the frontend ended"]) == ("warning", "error")
 
 
 @pytest.mark.model

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -83,6 +84,9 @@ def test_up_takes_the_settings_of_all_parts(monkeypatch: pytest.MonkeyPatch) -> 
         (("frontend", "--block-size", "8"), "a setting of the scheduler, not of this part"),
         (("scheduler", "--block-size", "none"), "block_size (on the command line)"),
         (("scheduler", "--config", "/no/such/file.toml"), "/no/such/file.toml: cannot be read"),
+        (("scheduler", "--disable-radix-cache"), "use --no-enable-prefix-caching"),
+        (("up", "--bogus", "3"), "--bogus: unknown setting; see `stepfence up --help`"),
+        (("scenario", "run", "--bogus"), "--bogus: unknown setting; see `stepfence scenario run --help`"),
     ],
 )
 def test_what_is_wrong_is_said_and_exits_with_2(
@@ -117,10 +121,114 @@ def test_up_refuses_at_once_what_no_worker_can_do(arguments: tuple[str, ...], to
     assert answer.stderr.startswith(told)
 
 
+_NOT_AN_ADDRESS = "must be HOST:PORT, for example 127.0.0.1:50051 (given: 'foo')"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "told"),
+    [
+        (("generate", "hi", "--target", "foo"), {}, f"--target: {_NOT_AN_ADDRESS}"),
+        (("generate", "hi"), {"STEPFENCE_TARGET": "foo"}, f"STEPFENCE_TARGET (in the environment): {_NOT_AN_ADDRESS}"),
+        (
+            ("generate", "hi", "--target", "foo"),
+            {"STEPFENCE_TARGET": "127.0.0.1:1"},
+            f"--target: {_NOT_AN_ADDRESS}",
+        ),
+        (("status",), {"STEPFENCE_SCHEDULER": "foo"}, f"STEPFENCE_SCHEDULER (in the environment): {_NOT_AN_ADDRESS}"),
+        (("generate", "hi", "--system", "be kind"), {}, "--system: goes with --chat only"),
+        (("generate",), {}, "missing argument 'PROMPT'; see `stepfence generate --help`"),
+        (("no-such-command",), {}, "no such command 'no-such-command'; see `stepfence --help`"),
+    ],
+)
+def test_wrong_usage_is_one_line_that_names_the_flag_or_the_variable(
+    arguments: tuple[str, ...],
+    environ: dict[str, str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert _capture(monkeypatch, *arguments) == (2, [])
+    assert capsys.readouterr().err == f"error: {told}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"), [(("generate", "hi", "--timeout"), "--timeout"), (("health", "--timeout"), "--timeout")]
+)
+@pytest.mark.parametrize("value", ["inf", "nan", "1e300"])
+def test_a_time_to_wait_is_finite(
+    arguments: tuple[str, ...],
+    flag: str,
+    value: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert _capture(monkeypatch, *arguments, value) == (2, [])
+    assert capsys.readouterr().err.startswith(f"error: {flag}: ")
+
+
+def _help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert _capture(monkeypatch, *arguments, "--help") == (0, [])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("group", [(), ("scenario",)])
+def test_every_command_is_described_in_one_line(
+    group: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = _help(monkeypatch, capsys, *group).partition("Commands:\n")[2].splitlines()
+    assert listed and all(line.endswith(".") and not line.endswith("...") and len(line) <= 80 for line in listed)
+
+
+@pytest.mark.parametrize("command", [("generate",), ("replay",), ("scenario", "run")])
+def test_help_speaks_no_python(
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = _help(monkeypatch, capsys, *command)
+    assert "<" not in told.replace("<=", "") and "[Path]" not in told
+    assert told.partition("Arguments:\n")[2].split()[0] in ("PROMPT", "FILE", "FILES")
+
+
+def test_help_names_what_kind_of_value_a_flag_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = _help(monkeypatch, capsys, "up")
+    kinds = dict(re.findall(r"^  (--[a-z-]+) ([A-Z:]+)\b", told, re.M))
+    expected = {
+        "SHARE": {"--watermark", "--gpu-memory-utilization"},
+        "FILE": {"--config", "--record"},
+        "JSON": {"--script"},
+        "BYTES": {"--max-prompt-bytes", "--kv-memory"},
+        "NAME": {"--model", "--runner", "--device", "--dtype", "--policy", "--log-format"},
+        "HOST:PORT": {"--listen", "--scheduler-listen", "--worker-listen", "--metrics-listen"},
+    }
+    for kind, flags in expected.items():
+        assert {flag for flag, shown in kinds.items() if shown == kind} == flags
+    assert all(
+        kind in ("N", "SECONDS") for flag, kind in kinds.items() if not any(flag in f for f in expected.values())
+    )
+
+
+def test_up_does_not_promise_a_log_that_it_never_writes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "else JSON" not in " ".join(_help(monkeypatch, capsys, "up").split())
+    assert "else JSON" in " ".join(_help(monkeypatch, capsys, "scheduler").split())
+
+
+@pytest.mark.parametrize("command", ["generate", "health", "status", "audit", "drain", "reset-cache", "replay"])
+def test_help_of_what_answers_by_exit_code_names_them(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert re.search(r"Exit codes?:? 0", _help(monkeypatch, capsys, command))
+
+
 def test_flags_after_a_double_dash_are_the_prompts_business() -> None:
-    refuse_unknown_flags(["--seed", "1", "--", "--unknown"], {"--seed"})
+    refuse_unknown_flags(["--seed", "1", "--", "--unknown"], {"--seed"}, "stepfence generate")
     with pytest.raises(SettingsError, match="--seeds"):
-        refuse_unknown_flags(["--seeds", "--"], {"--seed"})
+        refuse_unknown_flags(["--seeds", "--"], {"--seed"}, "stepfence generate")
 
 
 @pytest.mark.parametrize("command", ["up", "scheduler", "frontend"])
@@ -149,6 +257,7 @@ def test_worker_flags_reach_the_worker_untouched() -> None:
     answer = _run("worker", "--no-such-flag", "1")
     assert answer.returncode == 2
     assert "--no-such-flag" in answer.stderr
+    assert _run("worker", "--bogus").stderr == "stepfence worker: --bogus: unknown setting; see --help\n"
 
 
 def test_the_workers_section_of_the_file_fills_in_what_flags_and_environment_leave_open(tmp_path: Path) -> None:

@@ -232,6 +232,9 @@ _WRONG_USAGE: list[tuple[tuple[str, ...], bytes, str]] = [
     (("health", "--target", "localhost"), b"", "must be HOST:PORT"),
     (("status", "--target", " "), b"", "must be HOST:PORT"),
     (("audit", "--target", "localhost:"), b"", "must be HOST:PORT"),
+    (("drain", "--deadline-s", "inf"), b"", "--deadline-s"),
+    (("drain", "--deadline-s", "-1"), b"", "--deadline-s"),
+    (("reset-cache", "--target", "localhost"), b"", "must be HOST:PORT"),
 ]
 
 

@@ -87,6 +87,32 @@ def test_up_moves_only_the_part_whose_port_is_taken(capsys: pytest.CaptureFixtur
     assert not {f"127.0.0.1:{port + 1}", f"127.0.0.1:{port + 2}", f"127.0.0.1:{port + 3}"} & {chosen.frontend}
 
 
+def test_up_says_which_worker_moved(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        settings = UpSettings(
+            listen="127.0.0.1:0",
+            scheduler_listen="127.0.0.1:0",
+            worker_listen=f"127.0.0.1:{port - 1}",
+            workers=2,
+            metrics_listen=None,
+            runner="scripted",
+        )
+        chosen = up.choose_addresses(settings, MergedLog("json"))
+    told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    moved = next(line for line in told if line["message"].startswith(f"127.0.0.1:{port} "))
+    assert moved["message"] == f"127.0.0.1:{port} is taken: using {chosen.workers[1]} instead (--worker-listen)"
+    assert moved["level"] == "warning"
+
+
+def test_a_line_of_up_itself_has_the_level_it_is_said_with(capsys: pytest.CaptureFixture[str]) -> None:
+    for level in ("info", "warning", "error"):
+        MergedLog("json").show("up", "told", level)
+    assert [json.loads(line)["level"] for line in capsys.readouterr().err.splitlines()] == ["info", "warning", "error"]
+
+
 def test_a_merged_log_marks_every_line_with_its_part(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [
         ("worker-1", '{"time": "T", "level": "info", "logger": "l", "message": "ready"}'),

@@ -165,7 +165,8 @@ def test_the_beneficiary_and_the_refused_are_told_too(tmp_path: Path) -> None:
     path = small_run(tmp_path / "r")
     assert "needed blocks on w: b was preempted for it" in replayed(path, explain="a")[1]
     assert "was refused, PROMPT_TOO_LONG" in replayed(path, explain="c")[1]
-    assert "no such request is in the recording" in replayed(path, explain="z")[1]
+    code, text = replayed(path, explain="z")
+    assert (code, "no such request is in the recording" in text) == (1, True)
 
 
 def test_the_summary_counts(tmp_path: Path) -> None:

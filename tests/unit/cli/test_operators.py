@@ -1,0 +1,103 @@
+"""`stepfence drain` and `stepfence reset-cache` against a real scheduler, over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+
+from scheduler_svc.cli import status
+from tests.support.scheduler_process import RunningScheduler, running_scheduler
+from tests.support.session_client import SessionClient
+from tests.support.worker_double import WorkerDouble, complete
+
+PROMPT = [5, 6, 7, 8, 9, 10]
+
+
+@pytest.fixture
+async def double() -> AsyncIterator[WorkerDouble]:
+    double = WorkerDouble()
+    double.delay_s = 0.002
+    await double.start()
+    yield double
+    await double.stop()
+
+
+async def _drain(scheduler: RunningScheduler) -> int:
+    return await asyncio.to_thread(status.drain, scheduler.address, None)
+
+
+async def _reset(scheduler: RunningScheduler, preempt_running: bool = False) -> int:
+    return await asyncio.to_thread(status.reset_cache, scheduler.address, preempt_running)
+
+
+async def _exit_code(scheduler: RunningScheduler) -> int:
+    assert scheduler.exit_code is not None
+    async with asyncio.timeout(20):
+        return await asyncio.shield(scheduler.exit_code)
+
+
+async def test_drain_says_what_will_happen_and_does_not_wait_for_it(
+    double: WorkerDouble, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with running_scheduler(double.address) as scheduler:
+        await scheduler.ready()
+        async with SessionClient(scheduler.address) as client:
+            stream = client.submit(PROMPT, 200)
+            await stream.until(1)
+            assert await _drain(scheduler) == 0
+            assert capsys.readouterr().out == (
+                "draining: new requests are refused, accepted ones may take up to its --drain-deadline-s, then the "
+                "scheduler ends\n"
+            )
+            await stream.over()
+            assert stream.tokens == complete(PROMPT, 200)
+        assert await _exit_code(scheduler) == 0
+
+
+async def test_a_drain_with_a_deadline_cuts_off_what_is_left(double: WorkerDouble) -> None:
+    async with running_scheduler(double.address, step_watchdog_s=60.0) as scheduler:
+        await scheduler.ready()
+        async with SessionClient(scheduler.address) as client:
+            stream = client.submit(PROMPT, 2000)
+            await stream.until(1)
+            # It would take for ever.
+            double.answering.clear()
+            command = [sys.executable, "-m", "scheduler_svc", "drain", "--target", scheduler.address]
+            drain = await asyncio.create_subprocess_exec(
+                *command, "--deadline-s", "0.25", stdout=asyncio.subprocess.PIPE
+            )
+            told, _ = await drain.communicate()
+            assert (drain.returncode, b"may take up to 0.25 s" in told) == (0, True)
+            await stream.over()
+        assert await _exit_code(scheduler) == 3
+
+
+async def test_a_reset_succeeds_only_when_nothing_is_in_use_or_preempts_it(
+    double: WorkerDouble, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with running_scheduler(double.address) as scheduler:
+        await scheduler.ready()
+        assert await _reset(scheduler) == 0
+        assert capsys.readouterr().out == "reset: all cached prefixes are forgotten\n"
+        async with SessionClient(scheduler.address) as client:
+            stream = client.submit(PROMPT, 1000)
+            await stream.until(1)
+            assert await _reset(scheduler) == 1
+            told = capsys.readouterr()
+            assert told.out == ""
+            assert told.err.startswith(f"error: nothing was reset: blocks are in use on {double.address}; wait until ")
+            assert "--preempt-running" in told.err
+            assert await _reset(scheduler, preempt_running=True) == 0
+            assert capsys.readouterr().out == "reset: all cached prefixes are forgotten\n"
+            await stream.over()
+            assert stream.tokens == complete(PROMPT, 1000)
+            assert stream.end is not None and stream.end.usage.num_preemptions == 1
+
+
+def test_a_scheduler_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status.drain("127.0.0.1:1", None) == 1
+    assert status.reset_cache("127.0.0.1:1", preempt_running=False) == 1
+    assert capsys.readouterr().err.count("stepfence up") == 2
