@@ -1,4 +1,5 @@
 """The scheduler itself, pure: no I/O, no clock, no randomness, no logging. Events in, effects and steps out.
 
-Start with `scheduler.py`, the only module that decides who runs; `settlement.py` takes acknowledgements back in.
+Start with `scheduler.py`, which takes events and builds steps; `running.py` and `admission.py` are the two walks that
+decide who gets tokens; `settlement.py` takes acknowledgements back in.
 """

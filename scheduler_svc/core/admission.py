@@ -18,7 +18,7 @@ def walk(state: CoreState, rank: RankState, draft: StepDraft, *, defer_prefills:
     queue = state.queue
     aside: list[Request] = []
     stopped: SkipReason | None = None
-    while stopped is None and (request := rank.reserved_for or queue.head()) is not None:
+    while stopped is None and (request := rank.reserved_for or _next(state, rank)) is not None:
         if draft.budget <= 0:
             stopped = SkipReason.NO_BUDGET
         elif len(rank.running) >= state.config.max_num_seqs:
@@ -33,10 +33,25 @@ def walk(state: CoreState, rank: RankState, draft: StepDraft, *, defer_prefills:
             stopped = _try_admit(state, rank, draft, request, defer_prefills)
         if stopped is not None:
             state.skip(request, stopped)
-    state.admission_stopped = None if stopped is None or request is None else (stopped, request)
     queue.put_aside(aside)
+    if rank.is_draining:
+        # It looked at its own only, and says nothing about the others.
+        return
+    state.admission_stopped = None if stopped is None or request is None else (stopped, request)
     if not defer_prefills:
         rank.capacity_bound = len(queue.waiting) > 0
+
+
+def _next(state: CoreState, rank: RankState) -> Request | None:
+    """The head of the queue; on a rank that drains, the first of those that it has begun and only it can finish."""
+    if not rank.is_draining:
+        return state.queue.head()
+    others = [other.kv.num_usable for other in state.ranks.values() if not other.is_draining]
+    largest = max(others, default=0)
+    for request in state.queue if rank.returning else ():
+        if request.sequence in rank.returning and state.blocks_needed(request) > largest:
+            return request
+    return None
 
 
 def _not_here(state: CoreState, rank: RankState, request: Request) -> SkipReason | None:
@@ -59,17 +74,16 @@ def _not_here(state: CoreState, rank: RankState, request: Request) -> SkipReason
 
 
 def _waits_to_run_alone(state: CoreState, rank: RankState, suspect: Request) -> bool:
-    """Whether the suspect's turn is yet to come: on another rank, or here, where nobody is admitted any more until the
-    rank is empty."""
-    if _reserved_elsewhere(state, suspect):
-        return True
-    if rank.running:
+    """Whether the suspect's turn is yet to come: the first rank that looks keeps itself free for it, and the first that
+    is empty takes it."""
+    keeper = next((other for other in state.ranks.values() if other.reserved_for is suspect), None)
+    if not rank.running:
+        if keeper is not None:
+            keeper.reserved_for = None
+        return False
+    if keeper is None:
         rank.reserved_for = suspect
-    return bool(rank.running)
-
-
-def _reserved_elsewhere(state: CoreState, request: Request) -> bool:
-    return any(rank.reserved_for is request for rank in state.ranks.values())
+    return True
 
 
 def _better_elsewhere(state: CoreState, rank: RankState, request: Request) -> bool:
@@ -148,6 +162,7 @@ def _admit(
     state.unholdable_since.pop(request.request_id, None)
     if rank.reserved_for is request:
         rank.reserved_for = None
+    rank.returning.discard(request.sequence)
     transition(request, Status.RUNNING)
     rank.admit(request)
     rank.kv.admit(request, hits, slots)

@@ -72,6 +72,9 @@ class SchedulerConfig:
     # Refuse what can never run (True) or accept it as the reference does.
     refuse_infeasible: bool = True
     resume_settled: bool = True
+    # A row that must yield a token and yields none is a wrong answer (contract rule 9); the reference takes its drafts
+    # for rejected and computes it again.
+    refuse_empty_rows: bool = True
 
     # Epochs in a row that may end under a request without a token before it fails; 0 = off.
     max_fruitless_epochs: int = 3
@@ -132,6 +135,7 @@ class SchedulerConfig:
             max_preemptions=None,
             refuse_infeasible=False,
             resume_settled=False,
+            refuse_empty_rows=False,
             announce_unsent=True,
             internal_proposer=False,
             max_fruitless_epochs=0,

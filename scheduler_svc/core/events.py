@@ -62,7 +62,7 @@ class RequestArrived:
     sampling: bytes = b""
     # Time of Tick's clock by which it must have ended; None: none.
     deadline: float | None = None
-    # Tie-break under priority; None: now, then order of arrival.
+    # Tie-break under priority; None: the order of arrival. Given for all requests, or for none.
     arrival: float | None = None
     # Do not read the prefix cache for this request (its blocks are still published).
     skip_prefix_cache: bool = False

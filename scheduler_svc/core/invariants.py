@@ -175,7 +175,7 @@ def rows_are_distinct(state: CoreState, rank: RankState) -> Iterator[str]:
     busy += rank.released_rows
     busy += [row for record in rank.window.records for row in record.released_rows]
     busy += rank.free_rows
-    if sorted(busy) != list(range(state.config.num_rows)):
+    if sorted(busy) != list(range(rank.num_rows)):
         yield "rows in use, released and free are not all rows once"
 
 

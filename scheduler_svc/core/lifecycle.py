@@ -17,6 +17,8 @@ def preempt(state: CoreState, rank: RankState, victim: Request, *, beneficiary: 
     """
     rank.remove(victim)
     num_blocks = sum(1 for block in victim.blocks if rank.kv.pool.refs[block] == 1)
+    # What a lost rank had on the way never comes.
+    num_computed = min(victim.computed, victim.num_tokens) if cause == "rank_lost" else victim.computed
     state.effects.append(
         RequestPreempted(
             rank=rank.name,
@@ -24,7 +26,7 @@ def preempt(state: CoreState, rank: RankState, victim: Request, *, beneficiary: 
             beneficiary=beneficiary,
             cause=cause,
             num_blocks_gained=num_blocks,
-            num_tokens_to_recompute=victim.computed,
+            num_tokens_to_recompute=num_computed,
             num_preemptions_before=victim.num_preemptions,
         )
     )
@@ -41,10 +43,12 @@ def preempt(state: CoreState, rank: RankState, victim: Request, *, beneficiary: 
     victim.preemption_cause = cause
     victim.skip_reason, victim.skipped_in_walk = SkipReason.PREEMPTED, state.num_walks
     rank.preempted_ids.append(victim.request_id)
+    if rank.is_draining:
+        rank.returning.add(victim.sequence)
     if cause in ("rank_lost", "rank_draining"):
         state.totals.num_requeued_after_worker_loss += 1
     else:
-        victim.num_scheduler_preemptions += 1
+        victim.num_shortage_preemptions += cause == "blocks"
         state.totals.num_preemptions += 1
 
 

@@ -13,9 +13,9 @@ def choose_victim(running: list[Request], needy: Request, policy: Policy, max_pr
     that was preempted `max_preemptions` times already is spared while another one exists, `needy` not counting as such
     (D11)."""
     victim = _worst(running, policy)
-    if max_preemptions is None or victim.num_scheduler_preemptions < max_preemptions:
+    if max_preemptions is None or victim.num_shortage_preemptions < max_preemptions:
         return victim
-    others = [r for r in running if r.num_scheduler_preemptions < max_preemptions and r is not needy]
+    others = [r for r in running if r.num_shortage_preemptions < max_preemptions and r is not needy]
     return _worst(others, policy) if others else victim
 
 

@@ -26,10 +26,12 @@ class RankState:
         "next_admission",
         "num_decodes",
         "num_nonempty_steps",
+        "num_rows",
         "preempted_ids",
         "quiet_since",
         "released_rows",
         "reserved_for",
+        "returning",
         "running",
         "stopped_at",
         "vocab_size",
@@ -56,7 +58,8 @@ class RankState:
         self.next_admission = 1
         # Of running, those whose last row was not a partial prefill.
         self.num_decodes = 0
-        self.free_rows = list(range(config.num_rows - 1, -1, -1))
+        self.num_rows = config.num_rows
+        self.free_rows = list(range(self.num_rows - 1, -1, -1))
         # To be told to the worker with the next step.
         self.released_rows: list[int] = []
         self.preempted_ids: list[str] = []
@@ -66,8 +69,10 @@ class RankState:
         self.capacity_bound = False
         self.num_nonempty_steps = 0
         self.is_draining = False
-        # When its newest result came, or a step went out while none was in flight: should the rank be lost, what ran there
-        # has stood still since then.
+        # Sequence numbers of requests that were preempted here while it drains.
+        self.returning: set[int] = set()
+        # When its newest result came, or a step went out while none was in flight: should the rank be lost, what ran
+        # there has stood still since then.
         self.quiet_since = 0.0
         # A suspect that waits for this rank to become empty (D31).
         self.reserved_for: Request | None = None
@@ -93,6 +98,11 @@ class RankState:
         self.released_rows.append(request.row)
         if not request.is_prefill_chunk:
             self.num_decodes -= 1
+
+    def add_rows(self, count: int) -> None:
+        """More rows than the window of steps calls for: a scenario may have more steps in flight."""
+        self.free_rows[:0] = range(self.num_rows + count - 1, self.num_rows - 1, -1)
+        self.num_rows += count
 
     def reuse_rows(self, rows: list[int]) -> None:
         self.free_rows.extend(rows)

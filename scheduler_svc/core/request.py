@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from scheduler_svc.core.rank import RankState
     from scheduler_svc.core.skip_reason import SkipReason
 
-# Above any token count: "no block is ever due for publishing".
-NEVER = 1 << 62
-
 
 class Status(Enum):
     """Where a request is. Predicates over it are the named sets below, never an order."""
@@ -85,12 +82,10 @@ class Request:
         "awaited",
         "awaited_drafts",
         "blocks",
-        "cache_salt",
         "capacity",
         "chain",
         "deadline",
         "drafts",
-        "eos_token_ids",
         "first_admitted_at",
         "fruitless_epochs",
         "grammar_ready",
@@ -108,7 +103,7 @@ class Request:
         "num_prompt_tokens",
         "num_published",
         "num_recomputed_tokens",
-        "num_scheduler_preemptions",
+        "num_shortage_preemptions",
         "num_tokens",
         "preempted_at",
         "preempted_s",
@@ -146,14 +141,12 @@ class Request:
         self.min_length = self.num_prompt_tokens + limits.min_tokens
         self.limit = limits.limit
         self.row_limit = limits.row_limit
-        self.eos_token_ids = frozenset(event.eos_token_ids)
         # EOS ids (unless ignored) and stop ids.
-        self.stops = self.eos_token_ids | frozenset(event.stop_token_ids)
+        self.stops = frozenset((*event.eos_token_ids, *event.stop_token_ids))
         self.priority = event.priority
         # Order among equals: time of arrival or, when none was given, the order of arrival.
         self.arrival = float(sequence) if event.arrival is None else event.arrival
         self.sequence = sequence
-        self.cache_salt = event.cache_salt
         self.sampling = event.sampling
         self.deadline = event.deadline
         self.skip_prefix_cache = event.skip_prefix_cache
@@ -192,8 +185,8 @@ class Request:
     def _start_accounts(self, now: float) -> None:
         """What it costs, and what happened to it."""
         self.num_preemptions = 0
-        # Those by the scheduler's own choice, which max_preemptions bounds; losing a worker does not count.
-        self.num_scheduler_preemptions = 0
+        # Those for want of blocks, which max_preemptions bounds; losing a worker or a reset does not count.
+        self.num_shortage_preemptions = 0
         # Positions below this were dispatched in an earlier run: computing them again is recomputation.
         self.high_water = 0
         self.num_recomputed_tokens = 0

@@ -106,6 +106,9 @@ class Scheduler:
             return None
         if state.pause is PauseState.UNPAUSED and not rank.is_draining:
             state.num_walks += 1
+        if rank.window.is_full:
+            # More steps in flight than the rows are made for.
+            rank.add_rows(state.config.max_num_seqs)
         draft = StepDraft(rank, 0 if state.pause is PauseState.PAUSED_ALL else state.config.step_budget)
         if throttle is None:
             throttle = is_throttled(state.config.prefill_schedule_interval, rank.num_nonempty_steps)
@@ -143,7 +146,7 @@ class Scheduler:
                 if head not in draft.preempted:
                     self.state.skip(head, reason)
             return False
-        return self.state.pause is PauseState.UNPAUSED and not rank.is_draining
+        return self.state.pause is PauseState.UNPAUSED and (not rank.is_draining or bool(rank.returning))
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -166,6 +169,7 @@ class Scheduler:
         state.effects.append(
             RequestAccepted(request.handle, request.request_id, request.num_prompt_tokens, verdict.max_tokens)
         )
+        self._end_overdue()
 
     def _abort(self, event: RequestAborted) -> None:
         request = self.state.requests.get(event.request_id)
@@ -187,9 +191,7 @@ class Scheduler:
         if event.now < state.now:
             raise AssertionError(f"time runs backwards: {event.now} after {state.now}")
         state.now = event.now
-        while (first := state.first_deadline()) is not None and first <= state.now:
-            request = state.requests[heappop(state.deadlines)[2]]
-            lifecycle.finish(state, request, Status.FINISHED_ABORTED, EndReason.ABORTED, cause=AbortCause.DEADLINE)
+        self._end_overdue()
         grace = state.config.no_worker_grace_s
         for request_id in [i for i, since in state.unholdable_since.items() if state.now - since >= grace]:
             lifecycle.finish(
@@ -199,6 +201,12 @@ class Scheduler:
                 EndReason.NO_WORKER,
                 message="No worker that is up can hold this request.",
             )
+
+    def _end_overdue(self) -> None:
+        state = self.state
+        while (first := state.first_deadline()) is not None and first <= state.now:
+            request = state.requests[heappop(state.deadlines)[2]]
+            lifecycle.finish(state, request, Status.FINISHED_ABORTED, EndReason.ABORTED, cause=AbortCause.DEADLINE)
 
     # --- ranks ----------------------------------------------------------------------------------------------------
 
@@ -227,8 +235,8 @@ class Scheduler:
         self._ranks_changed()
 
     def _drain_rank(self, event: RankDraining) -> None:
-        """Admit nothing more there, and move whoever another rank can hold to the head of the queue; the others
-        finish."""
+        """Admit nobody new there, and move whoever another rank can hold to the head of the queue; the others finish
+        there, preemptions or not."""
         state = self.state
         rank = state.ranks.get(event.rank)
         if rank is None or rank.is_draining:

@@ -20,7 +20,7 @@ def acknowledge(state: CoreState, event: StepAcked) -> None:
     if rank is None or rank.epoch != event.epoch:
         # A late result of an ended epoch.
         return
-    record = _checked(rank, event)
+    record = _checked(rank, event, least=1 if state.config.refuse_empty_rows else 0)
     rank.window.acknowledge()
     rank.quiet_since = state.now
     rank.kv.release_due(rank.window.acked_fence)
@@ -35,8 +35,9 @@ def acknowledge(state: CoreState, event: StepAcked) -> None:
         state.effects.insert(first_effect, produced)
 
 
-def _checked(rank: RankState, event: StepAcked) -> StepRecord:
-    """The record the answer is about, if the answer has exactly the rows and ids it must have (contract rule 9)."""
+def _checked(rank: RankState, event: StepAcked, *, least: int) -> StepRecord:
+    """The record the answer is about, if the answer has exactly the rows and ids it must have (contract rule 9).
+    `least`: tokens of a row that samples."""
     record = rank.window.oldest
     if record is None or record.step_seq != event.step_seq:
         expected = "none" if record is None else str(record.step_seq)
@@ -51,7 +52,7 @@ def _checked(rank: RankState, event: StepAcked) -> StepRecord:
             )
         return record
     fits = len(counts) == len(record.expected) and all(
-        0 <= count <= most for count, most in zip(counts, record.expected, strict=True)
+        min(least, most) <= count <= most for count, most in zip(counts, record.expected, strict=True)
     )
     if not fits or sum(counts) != len(sampled):
         raise WorkerProtocolError(f"step {event.step_seq}: token counts do not fit its rows")

@@ -15,7 +15,7 @@ class SkipReason(Enum):
     PREFILL_DEFERRED = "prefills are deferred in this step"
     WAITING_FOR_FENCE = "blocks it needs return when a step in flight is acknowledged"
     NO_BUDGET = "the step's tokens are spent"
-    PREEMPTED = "it was preempted in this step"
+    PREEMPTED = "it was preempted, and no step has looked at it since"
     BEHIND_PREEMPTION = "the request before it preempted itself, which ends the step"
     # Waiting.
     SEQUENCE_LIMIT = "max_num_seqs requests are running"

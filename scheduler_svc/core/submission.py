@@ -87,7 +87,9 @@ def _largest_id(prompt: array[int]) -> int:
 def _full_queue(state: CoreState, event: RequestArrived) -> RequestRefused | None:
     config, queue = state.config, state.queue
     num_tokens = queue.num_prompt_tokens + len(event.prompt)
-    if len(queue) < config.max_queued_requests and num_tokens <= config.max_queued_tokens:
+    # A prompt longer than the limit may wait alone: it could never be accepted otherwise.
+    has_room = num_tokens <= config.max_queued_tokens or not queue.num_prompt_tokens
+    if len(queue) < config.max_queued_requests and has_room:
         return None
     return RequestRefused(
         event.handle,

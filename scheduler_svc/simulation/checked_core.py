@@ -104,8 +104,8 @@ class RankLink:
     # By row: its blocks. By block: slots of it, from its first, that steps sent so far fill.
     tables: dict[int, list[int]] = field(default_factory=dict)
     filled: dict[int, int] = field(default_factory=dict)
-    # Ids preempted by a reset since the last step: these may be resumed by the very step that says so.
-    reset_ids: set[str] = field(default_factory=set)
+    # Ids preempted by a reset or a drain since the last step: these may be resumed by the very step that says so.
+    taken_off_ids: set[str] = field(default_factory=set)
     last_result: StepResult | None = None
     acked_step: int = 0
 
@@ -216,6 +216,7 @@ class CheckedCore:
 
     def drain_rank(self, name: str) -> None:
         self.reached["rank draining"] += 1
+        self.links[name].taken_off_ids |= {r.request_id for r in self.scheduler.state.ranks[name].running}
         self._handle(RankDraining(name))
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -322,7 +323,7 @@ class CheckedCore:
     def reset_prefix_cache(self, *, preempt_running: bool) -> None:
         for link in self.links.values():
             if preempt_running:
-                link.reset_ids |= {r.request_id for r in self.scheduler.state.ranks[link.name].running}
+                link.taken_off_ids |= {r.request_id for r in self.scheduler.state.ranks[link.name].running}
         effects = self._handle(PrefixCacheResetRequested(preempt_running))
         answers = [e for e in effects if isinstance(e, PrefixCacheReset)]
         _demand(len(answers) == 1, f"a reset got {len(answers)} answers")
@@ -391,7 +392,9 @@ class CheckedCore:
 
     def _has_a_rank(self, request: Request) -> bool:
         state = self.scheduler.state
-        return any(not k.is_draining and state.blocks_needed(request) <= k.kv.num_usable for k in state.ranks.values())
+        able = [rank for rank in state.ranks.values() if state.blocks_needed(request) <= rank.kv.num_usable]
+        # A rank that drains finishes what it has begun and nobody else can hold.
+        return any(not rank.is_draining for rank in able) or any(request.sequence in rank.returning for rank in able)
 
     def check_idle(self) -> None:
         """With no live request and all steps acknowledged: nothing is left of anybody (I10)."""
@@ -583,7 +586,7 @@ class CheckedCore:
             _demand(new.token_ids.tolist() == client.tokens, f"{new.request_id} is sent with wrong tokens")
             _demand(new.num_prompt_tokens == len(client.event.prompt), f"{new.request_id} is sent with another prompt")
             _demand(
-                new.request_id in link.reset_ids or not any(client is one for one in preempted),
+                new.request_id in link.taken_off_ids or not any(client is one for one in preempted),
                 f"{new.request_id} is preempted and resumed in one step",
             )
             client.link = link
@@ -594,7 +597,7 @@ class CheckedCore:
             link.rows[new.row] = client
             link.tables[new.row] = table = new.block_table.tolist()
             link.filled.update(dict.fromkeys(table[new.num_computed_tokens // self.config.block_size :], 0))
-        link.reset_ids.clear()
+        link.taken_off_ids.clear()
 
     def _fill(self, link: RankLink, row: int, start: int, end: int) -> None:
         size, table, filled = self.config.block_size, link.tables[row], link.filled

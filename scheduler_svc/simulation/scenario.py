@@ -291,6 +291,8 @@ class ScenarioRun:
 
     def _schedule(self, op: Json) -> Json:
         output = self.scheduler.schedule(_RANK, throttle=bool(op.get("throttle")), ignore_window=True)
+        # Preemptions, which the record tells by itself: they are no answer to whatever comes next.
+        self.scheduler.take_effects()
         self._verify()
         if output is None:
             self._plans.append(None)

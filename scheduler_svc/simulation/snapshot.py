@@ -59,7 +59,7 @@ def _request(state: CoreState, r: Request, places: dict[int, int], cap: int | No
         r.is_prefill_chunk,
         tuple(r.drafts),
         r.num_published,
-        0 if cap is None else min(r.num_scheduler_preemptions, cap),
+        0 if cap is None else min(r.num_shortage_preemptions, cap),
         r.fruitless_epochs,
         r.fruitless_epochs > 0 and r.num_tokens == r.tokens_at_loss,
         r.num_passes,
@@ -96,6 +96,7 @@ def _rank(
         (tuple(rank.preempted_ids), tuple(rank.finished_ids)) if with_ids else rank.has_news,
         (rank.capacity_bound, rank.num_nonempty_steps) if is_throttled else None,
         rank.is_draining,
+        tuple(order[r] for r in order if r.sequence in rank.returning),
         None if rank.reserved_for is None else order.get(rank.reserved_for),
     )
 

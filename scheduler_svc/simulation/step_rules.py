@@ -49,7 +49,7 @@ class Before:
     def of(cls, scheduler: Scheduler, rank: RankState) -> Before:
         return cls(
             running=tuple(rank.running),
-            num_preemptions={r: r.num_scheduler_preemptions for r in rank.running},
+            num_preemptions={r: r.num_shortage_preemptions for r in rank.running},
             is_chunk={r: r.is_prefill_chunk for r in rank.running},
             capacity_bound=rank.capacity_bound,
             num_nonempty_steps=rank.num_nonempty_steps,
@@ -168,6 +168,14 @@ def nobody_is_overtaken(step: PlannedStep) -> Iterator[str]:
             yield f"{request.request_id} overtakes one of {left}"
 
 
+def a_draining_rank_only_finishes_its_own(step: PlannedStep) -> Iterator[str]:
+    """It admits who was preempted, and no other rank can hold (D30)."""
+    others = [r.kv.num_usable for r in step.scheduler.state.ranks.values() if not r.is_draining]
+    for request in step.admitted if step.rank.is_draining else ():
+        if not request.num_preemptions or step.scheduler.state.blocks_needed(request) <= max(others, default=0):
+            yield f"{request.request_id} is admitted by a rank that drains"
+
+
 def throttled_steps_hold_no_prefill(step: PlannedStep) -> Iterator[str]:
     """A deferring step runs no partial prefill and admits only who needs one token, padding aside (24)."""
     if not step.defers:
@@ -240,6 +248,7 @@ _RULES: tuple[Callable[[PlannedStep], Iterator[str]], ...] = (
     victims_are_the_right_ones,
     victims_wait_at_the_head,
     nobody_is_overtaken,
+    a_draining_rank_only_finishes_its_own,
     throttled_steps_hold_no_prefill,
     capacity_flag_is_kept,
     the_walk_over_the_queue_ends_for_its_reason,

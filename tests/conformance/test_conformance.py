@@ -153,6 +153,29 @@ def test_one_that_cannot_be_run_says_why_and_the_others_go_on(tmp_path: Path, ba
         assert first["error"].startswith("ScenarioError")
 
 
+def test_an_event_after_a_plan_that_preempted_gets_its_own_answer() -> None:
+    config = {"block_size": 4, "num_blocks": 5, "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 16}
+    ops = [
+        *({"op": "add", "id": name, "prompt_len": 7, "max_tokens": 8} for name in "ab"),
+        *({"op": kind} for kind in ("step", "step", "schedule")),
+        {"op": "add", "id": "c", "prompt_len": 2, "max_tokens": 2},
+        {"op": "update"},
+    ]
+    result = scenario.run_scenario({"name": "add", "config": config, "ops": ops}, check_invariants=True)
+    assert (result["ok"], result["error"]) == (True, None)
+    assert any(record.get("schedule", {}).get("preempted") for record in result["records"])
+
+
+def test_a_scenario_may_have_more_steps_in_flight_than_any_window() -> None:
+    config = {"block_size": 4, "num_blocks": 50, "max_num_seqs": 1, "max_num_batched_tokens": 64, "max_model_len": 64}
+    ops: list[Json] = []
+    for name in "abcdefgh":
+        ops += [{"op": "add", "id": name, "prompt_len": 3}, {"op": "schedule"}, {"op": "abort", "ids": [name]}]
+    ops += [{"op": "update"}] * 8
+    result = scenario.run_scenario({"name": "deep", "config": config, "ops": ops}, check_invariants=True)
+    assert (result["ok"], result["error"]) == (True, None)
+
+
 def test_the_command_prints_each_result_at_once(tmp_path: Path) -> None:
     """A reader of the pipe has the first result while the file of the second does not even exist."""
     second = tmp_path / "second.json"

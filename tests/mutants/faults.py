@@ -89,14 +89,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "max_preemptions is ignored",
         "policy.py",
-        "if max_preemptions is None or victim.num_scheduler_preemptions < max_preemptions:",
+        "if max_preemptions is None or victim.num_shortage_preemptions < max_preemptions:",
         "if True:",
     ),
     Fault(
         "the needy request is another victim",
         "policy.py",
-        "if r.num_scheduler_preemptions < max_preemptions and r is not needy]",
-        "if r.num_scheduler_preemptions < max_preemptions]",
+        "if r.num_shortage_preemptions < max_preemptions and r is not needy]",
+        "if r.num_shortage_preemptions < max_preemptions]",
     ),
     Fault(
         "a victim goes to the end of the queue",

@@ -1,6 +1,7 @@
 """KV blocks of one rank's requests: hits, the two admission gates, growth, publishing, freeing behind the fence.
 
-Answers "does it fit?" and performs one change at a time; whom to refuse or preempt is decided in `scheduler.py`.
+Answers "does it fit?" and performs one change at a time; whom to refuse or preempt is decided in `admission.py` and
+`running.py`.
 """
 
 from __future__ import annotations
@@ -93,9 +94,11 @@ class KvManager:
         request.publish_at = (full + 1) * self.block_size
 
     def unpublish(self, request: Request, num_published: int) -> None:
-        """Take back publishing beyond the first `num_published` blocks: nobody will compute them (withdraw)."""
+        """Take back publishing beyond the first `num_published` blocks: nobody computes them now. What another request
+        has found meanwhile stays known: its table says so, too."""
         for block in request.blocks[num_published : request.num_published]:
-            self.pool.index.remove(block)
+            if self.pool.refs[block] == 1:
+                self.pool.index.remove(block)
         request.num_published = num_published
         request.publish_at = (num_published + 1) * self.block_size
 

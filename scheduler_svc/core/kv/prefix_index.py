@@ -72,7 +72,8 @@ class PrefixIndex:
         if known is block:
             return
         if isinstance(known, list):
-            known.append(block)
+            if block not in known:
+                known.append(block)
         elif known != block:
             blocks[digest] = [known, block]
 

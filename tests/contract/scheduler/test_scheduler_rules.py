@@ -440,6 +440,9 @@ WRONG_ANSWERS: dict[str, Callable[[step_pb2.StepResult], list[Response]]] = {
     "a broken column": _changed(sampled_token_ids=lambda result: result.sampled_token_ids + b"x"),
     "counts that do not add up": _changed(sampled_counts=_ids(1, 1, 1, 1, 1, 1, 1, 1, 1, 1)),
     "a negative count": _changed(sampled_counts=lambda result: _ids(-1, *[1] * (len(result.sampled_token_ids) // 4))),
+    "rows without a token": _changed(
+        sampled_counts=lambda result: _ids(*[0] * (len(result.sampled_token_ids) // 4)), sampled_token_ids=b""
+    ),
     "a step twice": lambda result: [Response(result=result), Response(result=result)],
     "a step left out": _changed(step_seq=lambda result: result.step_seq + 1),
     "a step of the past": _changed(step_seq=lambda result: result.step_seq - 1),

@@ -37,6 +37,7 @@ def test_the_differences_between_default_and_reference_are_the_listed_ones() -> 
     assert differing == {
         # What decides.
         "fence", "preempt_fenced", "max_preemptions", "refuse_infeasible", "resume_settled",
+        "refuse_empty_rows",
         # What the reference has no counterpart for, switched off.
         "max_fruitless_epochs", "max_queued_requests", "max_queued_tokens",
         # How the worker is told, and where drafts come from.

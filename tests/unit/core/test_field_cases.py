@@ -14,6 +14,7 @@ from itertools import pairwise, product
 
 import pytest
 
+from scheduler_svc.core import invariants
 from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.core.events import DrainStarted, EndReason, RefusalReason, StepAcked, TextEnded, WorkerProtocolError
 from scheduler_svc.core.kv.prefix_index import HashChain
@@ -535,7 +536,9 @@ def test_f37_a_reset_is_for_every_rank_or_none() -> None:
 
 
 def test_f39_an_empty_answer_for_a_row_with_drafts_is_progress_next_time() -> None:
-    config = SchedulerConfig(block_size=4, max_num_seqs=2, num_speculative_tokens=3, async_scheduling=False)
+    config = SchedulerConfig(
+        block_size=4, max_num_seqs=2, num_speculative_tokens=3, async_scheduling=False, refuse_empty_rows=False
+    )
     world = World(config, sampler=lambda prefix, index: (11, 12, 13)[index % 3])
     client = world.submit("a", 4, 20)
     output = None
@@ -555,6 +558,41 @@ def test_f39_an_empty_answer_for_a_row_with_drafts_is_progress_next_time() -> No
     assert len(client.tokens) > before
     world.run()
     assert client.tokens == [(11, 12, 13)[i % 3] for i in range(20)]
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_f39_a_full_row_without_a_token_is_a_wrong_answer(drafts: int) -> None:
+    """Where the core serves: it would otherwise be computed again for ever, or leave a hole in the text."""
+    config = SchedulerConfig(block_size=4, max_num_seqs=2, num_speculative_tokens=drafts, async_scheduling=not drafts)
+    world = World(config)
+    world.submit("a", 4, 20)
+    output = world.schedule()
+    assert output is not None
+    before = world.request("a").computed
+    with pytest.raises(WorkerProtocolError, match="token counts"):
+        world.scheduler.handle(StepAcked("r0", 1, output.step_seq, [], [0]))
+    assert world.request("a").computed == before, "nothing changed"
+    world.ack()
+    world.run()
+    world.check_texts()
+
+
+def test_f39_a_block_that_somebody_found_stays_known_although_its_row_yielded_nothing() -> None:
+    """a's row fills its second block, b begins with the same eight tokens and finds it in the same step."""
+    config = SchedulerConfig(
+        block_size=4, max_num_seqs=4, num_speculative_tokens=1, async_scheduling=False, refuse_empty_rows=False
+    )
+    world = World(config, sampler=lambda prefix, index: 2)
+    prompt = [1, 2, 3, 1, 2, 3, 1]
+    world.submit("a", prompt, 20)
+    world.step()
+    world.submit("b", [*prompt, 2, 9], 5)
+    output = world.schedule()
+    assert output is not None and world.rows_of(output) == [("a", 2), ("b", 1)]
+    assert world.request("b").blocks[:2] == world.request("a").blocks[:2]
+    world.scheduler.handle(StepAcked("r0", 1, output.step_seq, [2], [0, 1]))
+    invariants.check(world.scheduler.state)
+    assert world.request("a").computed == 7
 
 
 @pytest.mark.parametrize("room", range(5))

@@ -16,7 +16,7 @@ def running(*entries: tuple[str, int, float, int]) -> list[Request]:
     requests = []
     for name, priority, arrival, preemptions in entries:
         r = request(name, priority=priority, arrival=arrival)
-        r.num_scheduler_preemptions = preemptions
+        r.num_shortage_preemptions = preemptions
         requests.append(r)
     return requests
 
@@ -72,16 +72,16 @@ def test_a_cap_of_zero_spares_nobody_more_than_another() -> None:
 
 
 def test_losing_workers_and_resets_weigh_differently() -> None:
-    """A lost worker is not the scheduler's choice and does not count towards the cap; a reset is."""
+    """Neither a lost worker nor a reset counts towards the cap; a reset is somebody's choice and a preemption."""
     world = World(SchedulerConfig(block_size=4))
     world.submit("a", 5, 9)
     world.step()
     world.lose("r0")
     world.join("r0", 20)
     world.step()
-    assert (world.request("a").num_preemptions, world.request("a").num_scheduler_preemptions) == (1, 0)
+    assert (world.request("a").num_preemptions, world.request("a").num_shortage_preemptions) == (1, 0)
     world.reset(preempt_running=True)
-    assert (world.request("a").num_preemptions, world.request("a").num_scheduler_preemptions) == (2, 1)
+    assert (world.request("a").num_preemptions, world.request("a").num_shortage_preemptions) == (2, 0)
     assert world.scheduler.totals.num_preemptions == 1
     assert world.scheduler.totals.num_requeued_after_worker_loss == 1
     world.run()
@@ -94,7 +94,7 @@ def test_a_spared_victim_with_a_row_before_the_needy_one_is_withdrawn_properly()
     for name, length in (("a", 5), ("b", 5), ("c", 7)):
         world.submit(name, length, 9)
     world.step()
-    world.request("c").num_scheduler_preemptions = 1
+    world.request("c").num_shortage_preemptions = 1
     assert world.free() == 0
     world.step()
     output = world.step()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.core.events import EndReason, RankDraining, RefusalReason, StepAcked
 from scheduler_svc.core.skip_reason import SkipReason
@@ -211,7 +215,7 @@ def test_a_draining_rank_hands_over_and_admits_nobody() -> None:
     assert world.running("r1") == ["a", "b"] and world.running("r0") == []
     world.run()
     world.check_texts()
-    assert all(r.num_scheduler_preemptions == 0 for r in world.scheduler.state.requests.values())
+    assert all(r.num_shortage_preemptions == 0 for r in world.scheduler.state.requests.values())
 
 
 def test_a_moved_request_waits_for_its_late_results() -> None:
@@ -254,6 +258,52 @@ def test_the_only_rank_draining_finishes_what_runs_and_says_why_others_wait() ->
         world.turn()
     assert running.reason is EndReason.LENGTH
     assert reason(world, "b") is SkipReason.RANK_DRAINING
+
+
+@pytest.mark.parametrize("others", [{}, {"small": 4}], ids=["alone", "beside a small one"])
+def test_whom_a_draining_rank_preempts_it_takes_back(others: dict[str, int]) -> None:
+    """Only it can hold both, one after the other: nobody is left to a worker that may never come."""
+    world = World(replace(CONFIG, enable_prefix_caching=False), ranks={"large": 10, **others})
+    clients = [world.submit(name, 12, 20) for name in "ab"]
+    world.step("large")
+    assert world.running("large") == ["a", "b"]
+    world.submit("later", 4, 30)
+    world.handle(RankDraining("large"))
+    while any(client.ended is None for client in clients):
+        assert world.turn(), [str(world.scheduler.explain(name)) for name in "ab"]
+        if world.waiting == ["b", "later"]:
+            assert reason(world, "b") not in (SkipReason.RANK_DRAINING, SkipReason.NOT_EXAMINED)
+    assert [p.cause for p in world.preemptions] == ["blocks"], "b had to go once"
+    assert all(client.reason is EndReason.LENGTH for client in clients)
+    assert reason(world, "later") in (SkipReason.RANK_DRAINING, SkipReason.NEVER_FITS_HERE), "it never ran there"
+    world.check_texts()
+
+
+def test_a_reset_on_a_draining_rank_strands_nobody() -> None:
+    world = World(CONFIG, ranks={"r0": 20})
+    client = world.submit("a", 5, 9)
+    world.step()
+    world.handle(RankDraining("r0"))
+    assert world.reset(preempt_running=True) is True
+    world.run()
+    assert len(client.tokens) == 9
+    world.check_texts()
+
+
+def test_a_returning_request_goes_to_a_rank_that_can_hold_it_now() -> None:
+    world = World(CONFIG, ranks={"r0": 20})
+    client = world.submit("a", 5, 9)
+    world.step()
+    world.handle(RankDraining("r0"))
+    world.join("r1", 20)
+    world.reset(preempt_running=True)
+    while world.answers["r0"]:
+        world.ack("r0")
+    output = world.schedule("r0")
+    assert output is not None and not output.rows
+    assert world.rows_of(world.schedule("r1")) != []
+    world.run()
+    assert len(client.tokens) == 9
 
 
 def test_late_results_of_an_ended_epoch_are_ignored() -> None:

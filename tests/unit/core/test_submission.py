@@ -177,6 +177,14 @@ def test_the_queue_is_bounded_in_prompt_tokens_too() -> None:
     world.run()
 
 
+def test_a_prompt_longer_than_the_queue_may_wait_alone() -> None:
+    """Refused, it would be told to come back, for ever."""
+    world = World(replace(CONFIG, max_queued_tokens=10))
+    assert world.submit("long", 11, 4).accepted
+    assert refused(world.submit("next", 1, 4)) is RefusalReason.QUEUE_FULL
+    world.run()
+
+
 def test_a_preempted_request_is_not_refused_by_a_full_queue() -> None:
     world = World(replace(CONFIG, max_queued_requests=1, enable_prefix_caching=False), num_blocks=6)
     world.submit("a", 8, 6)

@@ -192,6 +192,28 @@ def test_another_rank_goes_on_while_one_is_reserved() -> None:
     world.check_texts()
 
 
+def test_an_empty_rank_takes_a_suspect_that_another_one_kept_itself_free_for() -> None:
+    world = World(CONFIG, ranks={"r0": 20, "r1": 20})
+    world.submit("busy", 5, 30)
+    world.schedule("r1")
+    world.submit("poison", 5, 6)
+    crash(world, "r0")
+    crash(world, "r0")
+    world.lose("r0")
+    world.schedule("r1")
+    assert world.rank("r1").reserved_for is world.request("poison")
+    world.join("r0", 20)
+    later = world.submit("later", 5, 4)
+    assert world.rows_of(world.schedule("r0")) == [("poison", 5)]
+    assert world.rank("r1").reserved_for is None
+    world.turn()
+    world.turn()
+    assert world.running("r1") == ["busy", "later"], "and r1 admits again"
+    world.run()
+    assert len(later.tokens) == 4
+    world.check_texts()
+
+
 def test_a_reserved_suspect_is_not_left_to_a_rank_with_a_longer_prefix() -> None:
     """It waited for this rank to become empty; now it is its turn here."""
     world = World(CONFIG, ranks={"r0": 20, "r1": 20, "r2": 20})

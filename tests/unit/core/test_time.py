@@ -28,6 +28,16 @@ def test_a_deadline_in_the_queue_ends_it_unscheduled() -> None:
     assert all(new.request_id != "waits" for o in world.outputs for new in o.new_requests)
 
 
+def test_a_deadline_that_has_passed_on_arrival_is_never_scheduled() -> None:
+    world = World(CONFIG)
+    world.tick(5.0)
+    client = world.submit("late", 5, 4, deadline=5.0)
+    assert client.accepted is not None and client.ended is not None
+    assert client.ended.cause is AbortCause.DEADLINE
+    assert world.schedule() is None
+    world.run()
+
+
 def test_a_deadline_while_running_frees_blocks_and_tells_the_worker() -> None:
     world = World(CONFIG)
     client = world.submit("a", 5, 20, deadline=3.0)
