@@ -8,6 +8,7 @@ import json
 import re
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -72,7 +73,7 @@ def test_older_engines_can_read_the_files() -> None:
 
 def test_every_documented_setting_reaches_what_it_sets() -> None:
     documented = re.findall(r"^#?(STEPFENCE_[A-Z_]+)=", (ROOT / ".env.example").read_text(), re.M)
-    numeric = {"STEPFENCE_PORT": "51234"} | {
+    numeric = {"STEPFENCE_PORT": "51234", "STEPFENCE_WORKERS": "77"} | {
         name: f"{700 + index}m"
         for index, name in enumerate(documented)
         if name.endswith("_MEMORY") and "KV" not in name
@@ -309,6 +310,16 @@ async def test_no_stream_fails_while_one_worker_becomes_three_and_one_again(stac
     assert left.is_running
     assert {name: life for name, life in stack.lives().items() if name != "worker"} == lives
     stack.wait_idle()
+
+
+def test_workers_named_in_the_settings_stay_when_compose_is_asked_again(bare: Stack) -> None:
+    """`up -d` is how settings are applied and services brought back: it must not take workers away."""
+    settled = replace(bare, settings={**bare.settings, "STEPFENCE_WORKERS": "2"})
+    settled.up()
+    lives = {found.id for found in settled.containers("worker")}
+    settled.compose("up", "--detach", "--no-build")
+    settled.compose("up", "--detach", "--no-build", "worker")
+    assert {found.id for found in settled.containers("worker") if found.is_running} == lives and len(lives) == 2
 
 
 # --- stopping ---------------------------------------------------------------------------------------------------------
