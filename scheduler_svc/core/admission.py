@@ -178,7 +178,5 @@ def _admit(
     end = min(request.settled + n, request.num_tokens)
     if end >= request.publish_at:
         draft.publish(request, end)
-    draft.requests.append(request)
-    draft.num_tokens.append(n)
+    draft.add(request, n)
     draft.admitted.append(request)
-    draft.budget -= n

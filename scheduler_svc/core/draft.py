@@ -76,6 +76,13 @@ class StepDraft:
 
     # --- changes --------------------------------------------------------------------------------------------------
 
+    def add(self, request: Request, num_tokens: int) -> None:
+        """A row of so many tokens. The walk over running requests does these three lines itself: they are most of a
+        step's cost."""
+        self.requests.append(request)
+        self.num_tokens.append(num_tokens)
+        self.budget -= num_tokens
+
     def grow(self, request: Request, count: int) -> None:
         self.grown[request] = self.rank.kv.grow(request, count)
 
