@@ -46,12 +46,7 @@ def _next(state: CoreState, rank: RankState) -> Request | None:
     """The head of the queue; on a rank that drains, the first of those that it has begun and only it can finish."""
     if not rank.is_draining:
         return state.queue.head()
-    others = [other.kv.num_usable for other in state.ranks.values() if not other.is_draining]
-    largest = max(others, default=0)
-    for request in state.queue if rank.returning else ():
-        if request.sequence in rank.returning and state.blocks_needed(request) > largest:
-            return request
-    return None
+    return next((request for request in state.queue if state.is_taken_back(rank, request)), None)
 
 
 def _not_here(state: CoreState, rank: RankState, request: Request) -> SkipReason | None:

@@ -102,6 +102,13 @@ class CoreState:
         request = self.requests.get(entry[2])
         return request is not None and request.sequence == entry[1]
 
+    def is_taken_back(self, rank: RankState, request: Request) -> bool:
+        """Whether a rank that drains may admit it: begun there, and beyond what any rank can hold that stays."""
+        if request.sequence not in rank.returning:
+            return False
+        staying = (other.kv.num_usable for other in self.ranks.values() if not other.is_draining)
+        return self.blocks_needed(request) > max(staying, default=0)
+
     def blocks_needed(self, request: Request) -> int:
         """Blocks that hold it at its greatest length; the last token of all needs no slot."""
         return -(-(request.limit - 1) // self.config.block_size)

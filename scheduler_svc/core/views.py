@@ -97,7 +97,7 @@ def _why_not_admitted(state: CoreState, request: Request) -> tuple[SkipReason, s
         return SkipReason.NO_RANK, SkipReason.NO_RANK.value
     if state.pause is not PauseState.UNPAUSED:
         return SkipReason.PAUSED, SkipReason.PAUSED.value
-    admitting = [rank for rank in state.ranks.values() if not rank.is_draining or request.sequence in rank.returning]
+    admitting = [rank for rank in state.ranks.values() if not rank.is_draining or state.is_taken_back(rank, request)]
     if not admitting:
         return SkipReason.RANK_DRAINING, SkipReason.RANK_DRAINING.value
     if request.skip_reason is not None and request.skipped_in_walk == state.num_walks:
