@@ -52,6 +52,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
             cause=client.cause,
             epoch=client.epoch,
             num_rows_held=client.num_rows_held,
+            host=client.host,
         )
         view = self._service.core.rank_view(client.rank)
         if view is not None:

@@ -34,6 +34,8 @@ from stepfence.v1 import (
 PROTOCOL_REVISION: Final = 1
 MAX_ID_BYTES: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 128
+# As long as a name in DNS can be.
+MAX_HOST_CHARS: Final = 253
 # Larger than anything a row adds to a message besides its columns, id and sampling parameters: tags, lengths, numbers.
 _ROW_OVERHEAD: Final = 96
 _BIG_ENDIAN: Final = sys.byteorder == "big"
@@ -94,6 +96,8 @@ class WorkerCapabilities:
     max_num_batched_tokens: int
     max_message_bytes: int
     description: str
+    # Its host name; "" when it told none, or one that nobody should have to read.
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +157,12 @@ def decode_capabilities(data: bytes) -> WorkerCapabilities:
         max_num_batched_tokens=message.max_num_batched_tokens,
         max_message_bytes=message.max_message_bytes,
         description=" ".join(part for part in (message.runner, message.device, message.dtype) if part),
+        host=_host(message.host),
     )
+
+
+def _host(name: str) -> str:
+    return name if len(name) <= MAX_HOST_CHARS and name.isprintable() else ""
 
 
 def decode_worker_frame(data: bytes) -> WorkerFrame:

@@ -27,6 +27,9 @@ class MetricsSink(Protocol):
     def rank_changed(self, rank: str, state: str, epoch: int) -> None:
         """A rank's state is now "connecting", "up", "draining" or "lost"."""
 
+    def epoch_ended(self, rank: str, blameless: bool) -> None:
+        """An epoch that had joined is over; blameless: it was to be (drained, let go). Told once for each."""
+
     def turn(self, num_events: int, duration_s: float) -> None:
         """The loop took so many events in one turn."""
 
@@ -47,6 +50,9 @@ class NullMetrics:
         """See MetricsSink."""
 
     def rank_changed(self, rank: str, state: str, epoch: int) -> None:
+        """See MetricsSink."""
+
+    def epoch_ended(self, rank: str, blameless: bool) -> None:
         """See MetricsSink."""
 
     def turn(self, num_events: int, duration_s: float) -> None:

@@ -128,6 +128,8 @@ class Facts:
     ended: dict[str, int] = field(default_factory=dict)
     rejected: dict[str, int] = field(default_factory=dict)
     preemptions: dict[str, int] = field(default_factory=dict)
+    # Not by rank: a worker that comes back often has another address.
+    losses: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("lost", "left"), 0))
     iteration_tokens: Histogram = field(default_factory=lambda: Histogram(_TOKENS))
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
     inter_token: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
@@ -181,6 +183,10 @@ class PrometheusMetrics:
         """See MetricsSink."""
         known = self._rank(rank)
         known.state, known.epoch = state, epoch
+
+    def epoch_ended(self, rank: str, blameless: bool) -> None:
+        """See MetricsSink."""
+        _count(self.facts.losses, "left" if blameless else "lost")
 
     def turn(self, num_events: int, duration_s: float) -> None:
         """See MetricsSink."""
@@ -377,6 +383,7 @@ def _rank_metrics(core: Scheduler, facts: Facts) -> list[Metric]:
         up,
         epoch,
         lag,
+        _by_label("stepfence_worker_losses", "Epochs of workers that ended, by cause.", "cause", facts.losses),
         _histogram("stepfence_step_rtt_seconds", "From sending a step to its result.", facts.step_rtt),
         _histogram("stepfence_step_execute_seconds", "A step's execution, as the worker says.", facts.step_execute),
     ]

@@ -165,6 +165,8 @@ class RankClient:
     ) -> None:
         self.rank = rank
         self.cause = "not connected yet"
+        # What the newest worker there calls its machine or container; "" for nothing. Stays when it is lost.
+        self.host = ""
         self.num_rows_held = 0
         # Set when the address is gone from its name: the client ends with its stream.
         self.is_orphaned = False
@@ -337,6 +339,7 @@ class RankClient:
         before."""
         if self._is_joined and capabilities.worker_incarnation != self._incarnation:
             self._end_epoch("the worker process was replaced", blameless=self._is_draining)
+        self.host = capabilities.host
         if not self._is_joined and capabilities.worker_incarnation == self._drained_incarnation:
             raise LinkLost("drained, waiting for its process to end")
         geometry = self._geometry
@@ -449,8 +452,7 @@ class RankClient:
         log.info(
             "rank up",
             extra={
-                "rank": self.rank,
-                "epoch": self._epoch,
+                **self._facts(),
                 "num_blocks": opened.num_blocks,
                 "model": capabilities.model.name,
                 "worker": capabilities.description,
@@ -546,7 +548,7 @@ class RankClient:
         self._is_draining = True
         self._drained_incarnation = self._incarnation
         self.cause = f"draining, at most {frame.deadline_s:.0f} s"
-        log.info("rank draining", extra={"rank": self.rank, "epoch": self._epoch, "deadline_s": frame.deadline_s})
+        log.info("rank draining", extra={**self._facts(), "deadline_s": frame.deadline_s})
         self._inbox.rank_draining(RankDraining(self.rank), self._epoch)
         self._report()
 
@@ -583,7 +585,7 @@ class RankClient:
     def _unfit(self, cause: str) -> float:
         self._end_epoch(f"it may not serve here: {cause}")
         if cause != self.cause:
-            log.warning("rank refused", extra={"rank": self.rank, "cause": cause})
+            log.warning("rank refused", extra={"rank": self.rank, "host": self.host, "cause": cause})
         self.cause = cause
         return self._patience.unfit_retry_s
 
@@ -595,7 +597,7 @@ class RankClient:
             return
         if self._lost_at is None:
             self._lost_at = self._now()
-            log.warning("stream to rank lost", extra={"rank": self.rank, "epoch": self._epoch, "cause": cause})
+            log.warning("stream to rank lost", extra={**self._facts(), "cause": cause})
         if is_refused and (self._is_draining or self._outage_s() >= self._patience.refused_grace_s):
             self._end_epoch(f"nobody listens there any more: {cause}", blameless=self._is_draining)
 
@@ -618,8 +620,9 @@ class RankClient:
         log.log(
             logging.INFO if blameless else logging.WARNING,
             "rank lost",
-            extra={"rank": self.rank, "epoch": self._epoch, "cause": reason, "num_steps_unacknowledged": num_unacked},
+            extra={**self._facts(), "cause": reason, "num_steps_unacknowledged": num_unacked},
         )
+        self._metrics.epoch_ended(self.rank, blameless)
         self._report()
 
     # --- time ---
@@ -667,6 +670,10 @@ class RankClient:
         limit_s = min(self._patience.reconnect_max_s, self._patience.reconnect_min_s * 2.0**self._num_failures)
         self._num_failures = min(self._num_failures + 1, 16)
         return limit_s * self._rng.uniform(0.5, 1.0)
+
+    def _facts(self) -> dict[str, object]:
+        """What lines of the log say about an epoch."""
+        return {"rank": self.rank, "host": self.host, "epoch": self._epoch}
 
     def _report(self) -> None:
         state = self.state

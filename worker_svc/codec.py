@@ -17,6 +17,7 @@ import numpy as np
 from stepfence.v1 import model_pb2, sampling_pb2, step_pb2, worker_service_pb2
 from worker_svc.errors import MalformedOpen, MalformedStep
 from worker_svc.limits import (
+    MAX_HOST_CHARS,
     MAX_INFLIGHT_STEPS,
     MAX_MESSAGE_BYTES,
     MAX_NUM_BATCHED_TOKENS,
@@ -231,8 +232,9 @@ def encode_draining(deadline_s: float) -> worker_service_pb2.RunStepsResponse:
 
 
 def encode_capabilities(
-    capabilities: RunnerCapabilities, worker_incarnation: int, tokenizer: TokenizerFiles
+    capabilities: RunnerCapabilities, worker_incarnation: int, tokenizer: TokenizerFiles, host: str = ""
 ) -> worker_service_pb2.GetCapabilitiesResponse:
+    """`host` is left out when it is no name that the contract lets through (a kernel takes any bytes for one)."""
     defaults = capabilities.generation_defaults
     return worker_service_pb2.GetCapabilitiesResponse(
         protocol_revision=PROTOCOL_REVISION,
@@ -256,6 +258,7 @@ def encode_capabilities(
         dtype=capabilities.dtype,
         max_num_drafts=capabilities.max_num_drafts,
         verifies_sampled_drafts=capabilities.verifies_sampled_drafts,
+        host=host if len(host) <= MAX_HOST_CHARS and host.isprintable() else "",
     )
 
 

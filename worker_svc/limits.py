@@ -15,6 +15,8 @@ MAX_INFLIGHT_STEPS: Final = 64
 # Steps without tokens may be sent beside the window of steps with tokens; so many of them.
 MAX_EMPTY_STEPS_UNPROCESSED: Final = 64
 MAX_REQUEST_ID_BYTES: Final = 1024
+# As long as a name in DNS can be.
+MAX_HOST_CHARS: Final = 253
 MAX_TOKENIZER_CHUNK_BYTES: Final = 1024 * 1024
 # Staged steps and other commands between the event loop and the executor thread.
 MAX_STAGED_COMMANDS: Final = 2 * (MAX_INFLIGHT_STEPS + MAX_EMPTY_STEPS_UNPROCESSED)

@@ -163,7 +163,7 @@ def _load_model(settings: WorkerSettings) -> Runner:
 async def serve(settings: WorkerSettings) -> int:
     """Run a worker until it is told to stop or cannot go on; returns the exit code. Handles SIGINT and SIGTERM."""
     load, distort = runner_loader(settings)
-    server = WorkerServer(WorkerService(load, distort=distort))
+    server = WorkerServer(WorkerService(load, distort=distort, host=socket.gethostname()))
     stop = _Signals()
     try:
         address = await server.listen(settings.listen)

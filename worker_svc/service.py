@@ -59,8 +59,8 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
     """Call `start` once it is registered with a listening server. `failed` gets a message when the process must
     exit.
 
-    Time comes from the running loop; `incarnation` (None: drawn) and `make_executor` are for those who want neither
-    chance nor threads."""
+    `host` is what people know this worker's machine or container by, "" for nothing. Time comes from the running loop;
+    `incarnation` (None: drawn) and `make_executor` are for those who want neither chance nor threads."""
 
     def __init__(
         self,
@@ -69,6 +69,7 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         keep_state_s: float = 10.0,
         open_timeout_s: float = 10.0,
         distort: Distortion | None = None,
+        host: str = "",
         incarnation: int | None = None,
         make_executor: MakeExecutor = Executor,
     ) -> None:
@@ -78,6 +79,7 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         self._keep_state_s: Final = keep_state_s
         self._open_timeout_s: Final = open_timeout_s
         self._distort: Final = distort
+        self._host: Final = host
         self._loaded: Loaded | None = None
         self._epoch: Epoch | None = None
         # num_blocks of _epoch, once the runner has opened it.
@@ -140,7 +142,7 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
             loaded = self._require_loaded()
         except ContractError as error:
             await _abort(context, error)
-        return codec.encode_capabilities(loaded.runner.capabilities, self.incarnation, loaded.tokenizer)
+        return codec.encode_capabilities(loaded.runner.capabilities, self.incarnation, loaded.tokenizer, self._host)
 
     # The stubs know generators only; with `context.write` the end of a stream is seen here, in `finally`, at once.
     async def GetTokenizer(  # type: ignore[override]

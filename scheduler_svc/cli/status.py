@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -28,7 +29,7 @@ def show_status(target: str, as_json: bool) -> int:
     if as_json:
         _print_json(status)
     else:
-        _print_status(status)
+        print("\n".join(status_lines(status)))
     return 0
 
 
@@ -94,25 +95,36 @@ def _print_json(message: Message) -> None:
     print(json.dumps(told, ensure_ascii=False))
 
 
-def _print_status(status: pb.GetStatusResponse) -> None:
+def status_lines(status: pb.GetStatusResponse) -> list[str]:
+    """What runs where, for people."""
     state = "draining" if status.draining else "ready" if status.ready else f"not ready: {status.not_ready_cause}"
-    print(f"scheduler {status.version}, policy {status.policy}, {state}")
-    print(
+    lines = [
+        f"scheduler {status.version}, policy {status.policy}, {state}",
         f"{status.num_running} running, {status.num_waiting} waiting, {status.num_skipped} put aside; "
-        f"{status.num_preemptions} preemptions, {status.num_requeued_after_worker_loss} requeued after a worker's loss"
-    )
-    for rank in status.ranks:
+        f"{status.num_preemptions} preemptions, {status.num_requeued_after_worker_loss} requeued after a worker's loss",
+    ]
+    for name, rank in zip(_names(status.ranks), status.ranks, strict=True):
         cause = f" ({rank.cause})" if rank.cause else ""
-        print(
-            f"worker {rank.rank}: {rank.state}{cause}, epoch {rank.epoch}, {rank.num_running} running, "
+        lines.append(
+            f"worker {name}  {rank.state}{cause}, epoch {rank.epoch}, {rank.num_running} running, "
             f"{rank.num_rows_held} rows, {rank.num_free_blocks} of {max(rank.num_blocks - 1, 0)} blocks free, "
             f"{rank.num_parked_blocks} parked, {rank.sent_step_seq} steps sent, {rank.acked_step_seq} acknowledged"
         )
     for front_end in status.front_ends:
-        print(
+        lines.append(
             f"front end {front_end.front_end_id}: {front_end.num_live_streams} streams, "
             f"{front_end.num_live_requests} requests"
         )
+    return lines
+
+
+def _names(ranks: Sequence[pb.RankStatus]) -> list[str]:
+    """Addresses and, beside them, host names, where there are any; all equally long."""
+    columns = [[rank.rank for rank in ranks]]
+    if any(rank.host for rank in ranks):
+        columns.append([rank.host or "-" for rank in ranks])
+    padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
+    return ["  ".join(cells) for cells in zip(*padded, strict=True)]
 
 
 def _print_audit(audit: pb.AuditKvResponse) -> None:

@@ -146,6 +146,7 @@ def capabilities() -> list[Message]:
             runner="scripted",
             device="cpu",
             dtype="none",
+            host="0123456789ab",
         )
     ]
 

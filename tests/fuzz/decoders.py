@@ -68,9 +68,12 @@ def feed_worker_frame(data: bytes) -> None:
 
 
 def feed_worker_facts(data: bytes) -> None:
-    for decode in (scheduler_codec.decode_capabilities, scheduler_codec.decode_tokenizer_piece):
-        with suppress(WorkerProtocolError):
-            decode(data)
+    with suppress(WorkerProtocolError):
+        host = scheduler_codec.decode_capabilities(data).host
+        # It goes into logs and onto terminals.
+        assert len(host) <= 253 and host.isprintable(), host
+    with suppress(WorkerProtocolError):
+        scheduler_codec.decode_tokenizer_piece(data)
 
 
 def feed_attach_request(data: bytes) -> None:

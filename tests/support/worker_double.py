@@ -53,6 +53,7 @@ class Capabilities:
     max_message_bytes: int = 16 << 20
     protocol_revision: int = 1
     num_blocks: int = 512
+    host: str = ""
 
 
 @dataclass
@@ -202,6 +203,7 @@ class WorkerDouble(worker_service_pb2_grpc.WorkerServiceServicer):
             max_num_batched_tokens=mine.max_num_batched_tokens,
             max_message_bytes=mine.max_message_bytes,
             runner="double",
+            host=mine.host,
         )
 
     async def GetTokenizer(

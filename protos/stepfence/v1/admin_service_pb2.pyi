@@ -109,6 +109,7 @@ class RankStatus(_message.Message):
     SENT_STEP_SEQ_FIELD_NUMBER: _builtins.int
     ACKED_STEP_SEQ_FIELD_NUMBER: _builtins.int
     NUM_ROWS_HELD_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
     rank: _builtins.str
     """The worker's address."""
     state: _builtins.str
@@ -127,6 +128,8 @@ class RankStatus(_message.Message):
     acked_step_seq: _builtins.int
     num_rows_held: _builtins.int
     """Rows the worker said it holds, in its newest result."""
+    host: _builtins.str
+    """The host name that the newest worker there told, in a container its id; stays when it is lost. Empty: none was told."""
     def __init__(
         self,
         *,
@@ -141,10 +144,11 @@ class RankStatus(_message.Message):
         sent_step_seq: _builtins.int = ...,
         acked_step_seq: _builtins.int = ...,
         num_rows_held: _builtins.int = ...,
+        host: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_step_seq", b"acked_step_seq", "cause", b"cause", "epoch", b"epoch", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_parked_blocks", b"num_parked_blocks", "num_rows_held", b"num_rows_held", "num_running", b"num_running", "rank", b"rank", "sent_step_seq", b"sent_step_seq", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_step_seq", b"acked_step_seq", "cause", b"cause", "epoch", b"epoch", "host", b"host", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_parked_blocks", b"num_parked_blocks", "num_rows_held", b"num_rows_held", "num_running", b"num_running", "rank", b"rank", "sent_step_seq", b"sent_step_seq", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -49,6 +49,7 @@ class GetCapabilitiesResponse(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     MAX_NUM_DRAFTS_FIELD_NUMBER: _builtins.int
     VERIFIES_SAMPLED_DRAFTS_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
     protocol_revision: _builtins.int
     """Highest revision of these rules the worker knows; this file is revision 1."""
     worker_incarnation: _builtins.int
@@ -68,6 +69,10 @@ class GetCapabilitiesResponse(_message.Message):
     """Most draft tokens per row it verifies; 0: none."""
     verifies_sampled_drafts: _builtins.bool
     """Whether drafts are verified for sampled (non-greedy) rows too."""
+    host: _builtins.str
+    """Its host name, by which people find its machine, or its container: at most 253 characters, all printable; anything else
+    counts as not told. Empty: not told.
+    """
     @_builtins.property
     def model(self) -> _model_pb2.ModelInfo: ...
     def __init__(
@@ -85,10 +90,11 @@ class GetCapabilitiesResponse(_message.Message):
         dtype: _builtins.str = ...,
         max_num_drafts: _builtins.int = ...,
         verifies_sampled_drafts: _builtins.bool = ...,
+        host: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_multiple", b"block_size_multiple", "device", b"device", "dtype", b"dtype", "max_message_bytes", b"max_message_bytes", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_drafts", b"max_num_drafts", "max_num_rows", b"max_num_rows", "model", b"model", "protocol_revision", b"protocol_revision", "runner", b"runner", "verifies_sampled_drafts", b"verifies_sampled_drafts", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_multiple", b"block_size_multiple", "device", b"device", "dtype", b"dtype", "host", b"host", "max_message_bytes", b"max_message_bytes", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_drafts", b"max_num_drafts", "max_num_rows", b"max_num_rows", "model", b"model", "protocol_revision", b"protocol_revision", "runner", b"runner", "verifies_sampled_drafts", b"verifies_sampled_drafts", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import urllib.request
 from array import array
 from collections.abc import AsyncIterator, Callable
 
 import grpc
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from stepfence.v1 import step_pb2, worker_service_pb2
 from tests.support.scheduler_process import RunningScheduler, running_scheduler, until
@@ -546,7 +548,8 @@ async def test_rule_10_a_worker_that_refuses_the_geometry_is_asked_rarely_and_to
         assert "not with this geometry" in (await scheduler.status()).not_ready_cause
         double.stream_code = None
         await scheduler.ready()
-    assert [record.message for record in caplog.records].count("rank refused") == 1
+    (told,) = [vars(record) for record in caplog.records if record.message == "rank refused"]
+    assert told["host"] == ""
 
 
 async def test_rule_10_d44_a_rank_with_another_model_is_refused_until_it_agrees(double: WorkerDouble) -> None:
@@ -622,6 +625,67 @@ async def test_a_draining_worker_gets_nothing_new_and_its_leaving_blames_nobody(
         assert sum(bool(step.message.new_requests) for step in double.steps) == num_steps
         assert (await scheduler.status()).ready
     await other.stop()
+
+
+# --- which one it was, and how often it happens
+# ------------------------------------------------------------------------------------------
+
+
+async def losses(scheduler: RunningScheduler) -> dict[str, float]:
+    """stepfence_worker_losses_total by cause, as scraped."""
+    url = f"http://{scheduler.process.metrics_address}/metrics"
+    text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read().decode())
+    (family,) = [each for each in text_string_to_metric_families(text) if each.name == "stepfence_worker_losses"]
+    return {sample.labels["cause"]: sample.value for sample in family.samples}
+
+
+async def test_who_was_lost_can_be_found_afterwards_by_its_host_name(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    double = WorkerDouble(Capabilities(host="0123456789ab"))
+    await double.start()
+    async with running_scheduler(double.address, metrics_listen="127.0.0.1:0") as scheduler:
+        await scheduler.ready()
+        assert (await scheduler.rank(double.address)).host == "0123456789ab"
+        assert await losses(scheduler) == {"lost": 0, "left": 0}
+        double.announce_draining()
+        await scheduler.rank_is(double.address, "draining")
+        await double.stop()
+        lost = await scheduler.rank_is(double.address, "lost")
+        assert lost.host == "0123456789ab"
+        await until(lambda: "rank lost" in caplog.text)
+        # Another container, at the same address.
+        double.capabilities.host = "ba9876543210"
+        await double.restart()
+        await scheduler.rank_is(double.address, "up")
+        assert (await scheduler.rank(double.address)).host == "ba9876543210"
+        assert await losses(scheduler) == {"lost": 0, "left": 1}
+        # It fails, and the next one has no host name.
+        double.capabilities.host = ""
+        await double.restart()
+        await until(lambda: [record.message for record in caplog.records].count("rank up") == 3)
+        assert (await scheduler.rank(double.address)).host == ""
+        assert await losses(scheduler) == {"lost": 1, "left": 1}
+    await double.stop()
+    told = [(record.message, vars(record)["host"]) for record in caplog.records if hasattr(record, "host")]
+    first, second = "0123456789ab", "ba9876543210"
+    assert told[:4] == [
+        ("rank up", first),
+        ("rank draining", first),
+        ("stream to rank lost", first),
+        ("rank lost", first),
+    ]
+    assert told[4] == ("rank up", second)
+    assert ("rank lost", second) in told and told[-2:] == [("rank up", ""), ("rank lost", "")]
+
+
+async def test_a_refused_worker_is_told_with_its_host_name(caplog: pytest.LogCaptureFixture) -> None:
+    double = WorkerDouble(Capabilities(max_num_rows=100, host="0123456789ab"))
+    await double.start()
+    async with running_scheduler(double.address):
+        await until(lambda: "rank refused" in caplog.text)
+    (told,) = [vars(record) for record in caplog.records if record.message == "rank refused"]
+    assert told["host"] == "0123456789ab"
+    await double.stop()
 
 
 async def test_stop_ids_end_a_request_and_are_named(double: WorkerDouble) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import json
 import random
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -270,6 +271,7 @@ async def test_f65_workers_killed_again_and_again_lose_no_request() -> None:
             await until(lambda: sum(client.epoch for client in scheduler.service.pool.clients) >= 7)
             status = await scheduler.status()
             assert status.num_requeued_after_worker_loss > 0
+            assert {rank.host for rank in status.ranks} == {socket.gethostname()}
 
 
 async def test_workers_stopped_and_continued_lose_no_request() -> None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from scheduler_svc.cli import status
+from stepfence.v1 import admin_service_pb2 as admin
 from tests.support.scheduler_process import RunningScheduler, running_scheduler
 from tests.support.session_client import SessionClient
 from tests.support.worker_double import WorkerDouble, complete
@@ -101,3 +102,24 @@ def test_a_scheduler_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str
     assert status.drain("127.0.0.1:1", None) == 1
     assert status.reset_cache("127.0.0.1:1", preempt_running=False) == 1
     assert capsys.readouterr().err.count("stepfence up") == 2
+
+
+def _worker_lines(*ranks: admin.RankStatus) -> list[str]:
+    lines = status.status_lines(admin.GetStatusResponse(ready=True, ranks=ranks))
+    return [line.partition(", epoch")[0] for line in lines if line.startswith("worker ")]
+
+
+def test_status_names_hosts_beside_addresses_in_columns() -> None:
+    assert _worker_lines(
+        admin.RankStatus(rank="172.18.0.5:50061", host="0123456789ab", state="up", epoch=1),
+        admin.RankStatus(rank="172.18.0.12:50061", host="ba9876543210", state="lost", cause="no answer", epoch=2),
+        admin.RankStatus(rank="10.0.0.1:1", state="connecting"),
+    ) == [
+        "worker 172.18.0.5:50061   0123456789ab  up",
+        "worker 172.18.0.12:50061  ba9876543210  lost (no answer)",
+        "worker 10.0.0.1:1         -             connecting",
+    ]
+
+
+def test_status_has_no_column_for_hosts_that_nobody_told() -> None:
+    assert _worker_lines(admin.RankStatus(rank="127.0.0.1:50061", state="up")) == ["worker 127.0.0.1:50061  up"]

@@ -14,6 +14,7 @@ from scheduler_svc.core.events import WorkerProtocolError
 from scheduler_svc.core.output import DeferredFree, NewRow, SchedulerOutput
 from stepfence.v1 import sampling_pb2, step_pb2, worker_service_pb2
 from worker_svc import codec as worker_codec
+from worker_svc.runner.scripted import ScriptedRunner
 
 VOCAB = 1000
 ids = st.integers(0, VOCAB - 1)
@@ -119,6 +120,35 @@ def test_what_is_no_message_is_a_breach_of_the_protocol() -> None:
         codec.decode_worker_frame(b"")
     with pytest.raises(WorkerProtocolError):
         codec.decode_capabilities(b"\x08")
+
+
+def _host_after_the_journey(told: str) -> str:
+    message = worker_codec.encode_capabilities(ScriptedRunner().capabilities, 1, (), told)
+    return codec.decode_capabilities(message.SerializeToString()).host
+
+
+def _host_told(host: str) -> str:
+    message = worker_service_pb2.GetCapabilitiesResponse(host=host)
+    return codec.decode_capabilities(message.SerializeToString()).host
+
+
+def test_a_worker_tells_its_host_name() -> None:
+    assert _host_after_the_journey("0123456789ab") == "0123456789ab"
+    assert _host_after_the_journey("h" * 253) == "h" * 253
+    # An older worker tells none.
+    assert codec.decode_capabilities(b"").host == ""
+
+
+@pytest.mark.parametrize("name", ["h" * 254, "a\nb", "\x1b[2J", "a\u202eb", "\udcff"])
+def test_a_name_that_no_host_should_have_is_not_told(name: str) -> None:
+    assert _host_after_the_journey(name) == ""
+
+
+@given(st.text(max_size=300))
+@settings(max_examples=200, deadline=None)
+def test_whatever_a_foreign_worker_calls_its_host_is_short_and_printable_or_ignored(name: str) -> None:
+    host = _host_told(name)
+    assert host == (name if len(name) <= 253 and name.isprintable() else "")
 
 
 @given(st.binary(max_size=200))

@@ -189,6 +189,15 @@ def test_a_rank_that_was_given_up_leaves_no_series() -> None:
     assert ranks == {(("rank", "r"),), (("rank", "new"),)}
 
 
+def test_losses_are_there_from_the_start_and_outlive_the_rank() -> None:
+    run = Run(usable=16)
+    assert [value(run.samples(), "stepfence_worker_losses_total", cause=cause) for cause in ("lost", "left")] == [0, 0]
+    for blameless in (False, True, False):
+        run.sink.epoch_ended("r", blameless)
+    run.sink.keep_ranks([])
+    assert [value(run.samples(), "stepfence_worker_losses_total", cause=cause) for cause in ("lost", "left")] == [2, 1]
+
+
 def test_a_histogram_counts_a_bound_into_its_own_bucket() -> None:
     histogram = Histogram((1.0, 2.0))
     for observed in (0.5, 1.0, 1.5, 2.0, 9.0):
