@@ -1,4 +1,4 @@
-"""`stepfence generate`: one request, its text on stdout as it comes, its cost on stderr."""
+"""`stepfence generate`: one request, its text on stdout as it comes, its id and its cost on stderr."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def run(options: GenerateOptions, out: TextIO | None = None, err: TextIO | None 
             return failure.exit_code
         except KeyboardInterrupt:
             call.cancel()
-            printer.plain_error("interrupted")
+            printer.interrupted()
             return 130
         except BrokenPipeError:
             # The reader of our output is gone (`| head`): end the request, quietly.
@@ -135,14 +135,18 @@ class _Printer:
         self._out = out
         self._err = err
         self._line_open = False
+        # What the logs know the request by; "" until it is accepted.
+        self._request_id = ""
 
     def show(self, response: pb.GenerateResponse) -> None:
+        event = response.WhichOneof("event")
+        if event == "accepted":
+            self._request_id = response.accepted.request_id
         if self._json_lines:
             self._object(
                 MessageToDict(response, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
             )
             return
-        event = response.WhichOneof("event")
         if event == "delta" and response.delta.text:
             self._out.write(response.delta.text)
             self._out.flush()
@@ -150,7 +154,7 @@ class _Printer:
         elif event == "finished":
             self._end_line()
             reason = pb.FinishReason.Name(response.finished.reason).removeprefix("FINISH_REASON_").lower()
-            self._err.write(f"[{reason}] {describe_usage(response.finished.usage)}\n")
+            self._cost(reason, response.finished.usage)
 
     def failed(self, failure: CallFailure) -> None:
         if self._json_lines:
@@ -161,12 +165,21 @@ class _Printer:
         self._end_line()
         for line in failure.lines():
             self._err.write(line + "\n")
-        if failure.usage is not None:
-            self._err.write(f"[failed] {describe_usage(failure.usage)}\n")
+        if failure.usage is not None or self._request_id:
+            self._cost("failed", failure.usage)
+
+    def interrupted(self) -> None:
+        self.plain_error("interrupted")
+        if self._request_id:
+            self._cost("interrupted", None)
 
     def plain_error(self, message: str) -> None:
         self._end_line()
         self._err.write(f"error: {message}\n")
+
+    def _cost(self, end: str, usage: pb.Usage | None) -> None:
+        told = "its cost is not known" if usage is None else describe_usage(usage)
+        self._err.write(f"{self._request_id} [{end}] {told}\n".lstrip())
 
     def _object(self, value: dict[str, object]) -> None:
         self._out.write(json.dumps(value, ensure_ascii=False) + "\n")

@@ -88,7 +88,7 @@ def test_text_goes_to_stdout_and_the_cost_to_stderr(front_end: tuple[_FrontEnd, 
     code, out, err = _run(target)
     assert (code, out) == (0, " world\n")
     assert err == (
-        "[length] 5 prompt tokens (4 cached), 3 completion tokens, queued 0.012 s, preempted 2x for 1.500 s, "
+        "r1 [length] 5 prompt tokens (4 cached), 3 completion tokens, queued 0.012 s, preempted 2x for 1.500 s, "
         "7 tokens computed again\n"
     )
 
@@ -149,6 +149,7 @@ def test_a_refusal_shows_status_reason_advice_and_the_field(front_end: tuple[_Fr
         "INVALID_ARGUMENT / EXCEEDS_KV_CAPACITY: needs 90 tokens, 64 available; sampling.max_tokens: at most 40" in err
     )
     assert "lower --max-tokens" in err
+    assert "[failed]" not in err, "what was not accepted costs nothing"
 
 
 def test_a_failure_on_the_way_shows_what_was_used(front_end: tuple[_FrontEnd, str]) -> None:
@@ -165,12 +166,25 @@ def test_a_failure_on_the_way_shows_what_was_used(front_end: tuple[_FrontEnd, st
     servicer.script = script
     code, out, err = _run(target)
     assert (code, out) == (1, "half\n")
-    assert "the server asks to wait 2.5 s" in err and "1 completion tokens" in err
+    assert "the server asks to wait 2.5 s" in err
+    assert err.splitlines()[-1].startswith("r1 [failed] 0 prompt tokens, 1 completion tokens")
     servicer.script = script
     _, out, _ = _run(target, json_lines=True)
     error = json.loads(out.splitlines()[-1])["error"]
     assert (error["status"], error["reason"]) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
     assert error["usage"]["num_completion_tokens"] == 1
+
+
+def test_a_failure_that_tells_no_cost_tells_the_request_all_the_same(front_end: tuple[_FrontEnd, str]) -> None:
+    servicer, target = front_end
+
+    def script(request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
+        yield _accepted()
+        context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+    servicer.script = script
+    code, _, err = _run(target)
+    assert (code, err.splitlines()[-1]) == (1, "r1 [failed] its cost is not known")
 
 
 def test_nobody_there_says_how_to_start_somebody() -> None:
@@ -198,7 +212,10 @@ def test_ctrl_c_ends_the_request_on_the_server(front_end: tuple[_FrontEnd, str])
         assert servicer.gone.wait(30)
         release.set()
         assert process.wait(30) == 130
-        assert "interrupted" in process.stderr.read()
+        assert process.stderr.read().splitlines()[-2:] == [
+            "error: interrupted",
+            "r1 [interrupted] its cost is not known",
+        ]
 
 
 def test_output_that_nobody_reads_any_more_ends_the_request_quietly(front_end: tuple[_FrontEnd, str]) -> None:
