@@ -258,6 +258,7 @@ class _Scheduling(_Settings):
         "127.0.0.1:9400", description="HOST:PORT of the Prometheus metrics; none = no metrics."
     )
     record: OptionalPath = Field(None, description="File that receives events and decisions, for replay.")
+    log_requests: bool = Field(False, description="A line of the log for each request that ends, with what it cost.")
     log_format: LogFormat = Field("auto", description="auto (readable on a terminal, else JSON), json or text.")
 
     @model_validator(mode="before")

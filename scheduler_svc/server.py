@@ -206,6 +206,7 @@ class SchedulerProcess:
                     first_steps_watchdog_s=max(settings.first_steps_watchdog_s, settings.step_watchdog_s),
                 ),
                 drain_deadline_s=settings.drain_deadline_s,
+                log_requests=settings.log_requests,
             ),
             transport=GrpcTransport(),
             resolver=SystemResolver(),

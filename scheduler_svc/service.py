@@ -58,6 +58,8 @@ class ServiceOptions:
     drain_deadline_s: float = 30.0
     max_outgoing_bytes: int = 16 << 20
     front_end_silence_s: float = 10.0
+    # A line of the log for every request that ends, not only for those that fail.
+    log_requests: bool = False
 
 
 class SchedulerService:
@@ -87,6 +89,8 @@ class SchedulerService:
         self._on_readiness = on_readiness
         self._on_idle = on_idle
         self._was_ready: bool | None = None
+        # When live requests were accepted, by handle; the core's clock.
+        self._accepted_at: dict[int, float] = {}
         self._resets: deque[asyncio.Future[PrefixCacheReset]] = deque()
         self._register = RankRegister()
         self.model = ServedModel(self._is_model_in_use, lambda facts: self.hub.model_changed(facts))
@@ -263,17 +267,25 @@ class SchedulerService:
             if isinstance(effect, TokensProduced):
                 self.hub.tokens(effect)
             elif isinstance(effect, RequestAccepted):
+                self._accepted_at[effect.handle] = self.core.state.now
                 self.hub.accepted(effect)
             elif isinstance(effect, RequestRefused):
                 self.hub.refused(effect)
             elif isinstance(effect, RequestEnded):
-                if effect.reason in _FAILURES:
-                    _log_failure(effect)
+                self._log_end(effect)
                 self.hub.ended(effect)
             elif isinstance(effect, RequestPreempted):
                 _log_preemption(effect)
             else:
                 self._answer_reset(effect)
+
+    def _log_end(self, effect: RequestEnded) -> None:
+        total_s = self.core.state.now - self._accepted_at.pop(effect.handle)
+        if effect.reason in _FAILURES:
+            log.warning("request failed", extra=_cost_of(effect, effect.message, total_s))
+        elif self.options.log_requests:
+            cause = None if effect.cause is None else effect.cause.value
+            log.info("request ended", extra=_cost_of(effect, cause, total_s))
 
     def _answer_reset(self, effect: PrefixCacheReset) -> None:
         answer = self._resets.popleft()
@@ -293,17 +305,22 @@ class SchedulerService:
             self._on_idle()
 
 
-def _log_failure(effect: RequestEnded) -> None:
-    log.warning(
-        "request failed",
-        extra={
-            "request_id": effect.request_id,
-            "reason": effect.reason.value,
-            "cause": effect.message,
-            "num_completion_tokens": effect.usage.num_completion_tokens,
-            "num_preemptions": effect.usage.num_preemptions,
-        },
-    )
+def _cost_of(effect: RequestEnded, cause: str | None, total_s: float) -> dict[str, object]:
+    """How a request ended and what it cost, as fields of the log."""
+    usage = effect.usage
+    return {
+        "request_id": effect.request_id,
+        "reason": effect.reason.value,
+        **({} if cause is None else {"cause": cause}),
+        "num_prompt_tokens": usage.num_prompt_tokens,
+        "num_completion_tokens": usage.num_completion_tokens,
+        "num_cached_tokens": usage.num_cached_tokens,
+        "num_preemptions": usage.num_preemptions,
+        "num_recomputed_tokens": usage.num_recomputed_tokens,
+        "queued_s": round(usage.queued_s, 3),
+        "preempted_s": round(usage.preempted_s, 3),
+        "total_s": round(total_s, 3),
+    }
 
 
 def _log_preemption(effect: RequestPreempted) -> None:

@@ -29,6 +29,7 @@ OTHER_SETTINGS: Final = (
     "enable_chunked_prefill",
     "enable_prefix_caching",
     "first_steps_watchdog_s",
+    "log_requests",
     "long_prefill_token_threshold",
     "max_fruitless_epochs",
     "max_inflight_steps",

@@ -98,7 +98,8 @@ async def test_a_scripted_fault_ends_one_epoch_and_no_stream(kind: str) -> None:
 
 async def test_a_poisonous_request_fails_and_its_neighbours_complete(caplog: pytest.LogCaptureFixture) -> None:
     faulty = script({"kind": "fail", "request_id": "poison", "times": 0})
-    async with own_worker(faulty) as worker, running_scheduler(worker.target.address) as scheduler:
+    caplog.set_level("INFO")
+    async with own_worker(faulty) as worker, running_scheduler(worker.target.address, log_requests=True) as scheduler:
         await scheduler.ready()
         async with SessionClient(scheduler.address) as client:
             good = [client.submit(prompt(index), 40) for index in range(6)]
@@ -110,6 +111,8 @@ async def test_a_poisonous_request_fails_and_its_neighbours_complete(caplog: pyt
     (told,) = [vars(record) for record in caplog.records if record.message == "request failed"]
     assert (told["request_id"], told["reason"], told["num_completion_tokens"]) == ("poison", "worker_fault", 0)
     assert told["cause"] == bad.failure.message
+    ended = [vars(record) for record in caplog.records if record.message == "request ended"]
+    assert {line["request_id"] for line in ended} == {stream.request_id for stream in good}
 
 
 async def test_a_draining_worker_hands_its_requests_over() -> None:

@@ -4,10 +4,11 @@ minutes are exact here, and one seed is one history."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from scheduler_svc import codec
@@ -59,14 +60,14 @@ def _now() -> float:
 class World:
     """A scheduler service, its network and one front end."""
 
-    def __init__(self, workers: tuple[str, ...], **config: Any) -> None:
+    def __init__(self, workers: tuple[str, ...], *, log_requests: bool = False, **config: Any) -> None:
         self.network = SimulatedNetwork()
         self.names = Names()
         self.history = History()
         self.patience = Patience()
         self.service = SchedulerService(
             SchedulerConfig(**{"block_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 64, **config}),
-            ServiceOptions(workers=workers, patience=self.patience),
+            ServiceOptions(workers=workers, patience=self.patience, log_requests=log_requests),
             transport=self.network,
             resolver=self.names,
             rng=random.Random(1),
@@ -131,8 +132,8 @@ class World:
 
 
 @asynccontextmanager
-async def world(*workers: str, **config: Any) -> AsyncIterator[World]:
-    made = World(workers, **config)
+async def world(*workers: str, log_requests: bool = False, **config: Any) -> AsyncIterator[World]:
+    made = World(workers, log_requests=log_requests, **config)
     tasks = [asyncio.create_task(made.service.run()), asyncio.create_task(made.listen())]
     try:
         yield made
@@ -481,3 +482,99 @@ def test_one_seed_is_one_history() -> None:
     assert len(first) > 200
     assert first == again
     assert first != other
+
+
+@contextmanager
+def told_of_requests() -> Iterator[list[dict[str, Any]]]:
+    """The lines of the log about ended requests: their messages, levels and fields."""
+    lines: list[dict[str, Any]] = []
+    standard = {*vars(logging.makeLogRecord({})), "message"}
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage() in ("request ended", "request failed"):
+                facts = {name: value for name, value in vars(record).items() if name not in standard}
+                lines.append({"message": record.getMessage(), "level": record.levelname, **facts})
+
+    logger, listener = logging.getLogger("scheduler_svc.service"), Listener()
+    level = logger.level
+    logger.addHandler(listener)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(listener)
+        logger.setLevel(level)
+
+
+@virtually
+async def test_every_request_has_one_line_that_says_what_it_cost() -> None:
+    """Steps of a second each, one request at a time."""
+    with told_of_requests() as lines:
+        async with world(A, log_requests=True, max_num_seqs=1, enable_prefix_caching=False) as sim:
+            worker = sim.add(A, step_s=1.0)
+            await sim.up(A)
+            await sim.submit(1, [1, 2, 3], 3)
+            await sim.submit(2, [4, 5, 6], 4)
+            await sim.submit(3, [7, 8], 4)
+            await sim.over(1)
+            while len(sim.tokens.get(2, [])) < 2:
+                await asyncio.sleep(0.1)
+            worker.restart()
+            while sim.client(A).epoch == 1:
+                await asyncio.sleep(0.01)
+            assert sim.front_end is not None
+            cancel = session_service_pb2.Cancel(handle=3, reason=session_service_pb2.CANCEL_REASON_CLIENT_GONE)
+            await sim.front_end.take(codec.decode_session_frame(session_service_pb2.AttachRequest(cancels=[cancel])))
+            await sim.over(2, 3)
+    first, gone, second = lines
+    assert {line["level"] for line in lines} == {"INFO"}
+    assert {line["message"] for line in lines} == {"request ended"}
+    assert first == {
+        "message": "request ended",
+        "level": "INFO",
+        "request_id": "r1",
+        "reason": "length",
+        "num_prompt_tokens": 3,
+        "num_completion_tokens": 3,
+        "num_cached_tokens": 0,
+        "num_preemptions": 0,
+        "num_recomputed_tokens": 0,
+        "queued_s": 0.0,
+        "preempted_s": 0.0,
+        "total_s": 3.0,
+    }
+    assert (gone["request_id"], gone["reason"], gone["cause"]) == ("r3", "aborted", "client_gone")
+    assert gone["queued_s"] == gone["total_s"] > 5.0
+    assert (second["request_id"], second["num_preemptions"], second["queued_s"]) == ("r2", 1, 3.0)
+    assert second["num_recomputed_tokens"] > 0 and second["preempted_s"] > 0
+    assert second["total_s"] > second["queued_s"] + second["preempted_s"]
+    assert all(line[name] == round(line[name], 3) for line in lines for name in line if name.endswith("_s"))
+
+
+@virtually
+async def test_without_the_setting_requests_that_end_well_leave_no_line() -> None:
+    with told_of_requests() as lines:
+        async with world(A) as sim:
+            sim.add(A)
+            await sim.up(A)
+            await sim.submit(1, [1, 2, 3], 3)
+            await sim.over(1)
+    assert lines == []
+
+
+@virtually
+async def test_a_failed_request_has_its_warning_and_no_second_line() -> None:
+    for log_requests in (False, True):
+        with told_of_requests() as lines:
+            async with world(A, log_requests=log_requests, max_fruitless_epochs=1) as sim:
+                worker = sim.add(A, step_s=1.0)
+                await sim.up(A)
+                await sim.submit(1, [1, 2, 3], 3)
+                await asyncio.sleep(0.5)
+                worker.restart()
+                await sim.over(1)
+        (line,) = lines
+        assert (line["message"], line["level"], line["request_id"]) == ("request failed", "WARNING", "r1")
+        assert (line["reason"], line["num_prompt_tokens"], line["num_completion_tokens"]) == ("worker_fault", 3, 0)
+        assert "workers in a row failed" in line["cause"] and line["total_s"] >= 0.5
