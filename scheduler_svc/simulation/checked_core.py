@@ -308,6 +308,9 @@ class CheckedCore:
                 wrong.append(("row missing", StepAcked(name, link.epoch, record.step_seq, sampled[:-1])))
                 out_of_range = [*sampled[:-1], VOCAB_SIZE]
                 wrong.append(("token out of range", StepAcked(name, link.epoch, record.step_seq, out_of_range)))
+                if self.config.refuse_empty_rows:
+                    nothing = StepAcked(name, link.epoch, record.step_seq, [], [0] * len(record.expected))
+                    wrong.append(("rows without a token", nothing))
             counts = [most + 1 for most in record.expected]
             if counts:
                 tokens = [0] * sum(counts)
@@ -623,6 +626,8 @@ class CheckedCore:
         reached["steps without tokens"] += output.total_num_tokens == 0
         reached["rows"] += len(output.rows)
         reached["requests resumed"] += sum(self.clients[n.request_id].num_preemptions > 0 for n in output.new_requests)
+        if self.scheduler.state.ranks[output.rank].is_draining:
+            reached["taken back by a draining rank"] += len(output.new_requests)
         reached["prefix hits"] += sum(n.num_computed_tokens > 0 for n in output.new_requests)
         reached["frees deferred"] += len(output.deferred_frees)
         reached["rows with drafts"] += 0 if output.num_drafts is None else sum(k > 0 for k in output.num_drafts)
