@@ -40,7 +40,7 @@ async def right(streams: Sequence[Stream], timeout_s: float = 60.0) -> None:
 
 async def undisturbed(scheduler: RunningScheduler, num: int = 16, num_tokens: int = 40) -> None:
     async with SessionClient(scheduler.address) as client:
-        await right([client.submit(prompt(index), num_tokens) for index in range(num)])
+        await right([client.submit(prompt(index), 30) for index in range(num)])
         assert client.errors == []
     await scheduler.all_free()
 
@@ -132,6 +132,52 @@ async def test_a_draining_worker_hands_its_requests_over() -> None:
             assert client.errors == []
         await scheduler.all_free()
         assert (await scheduler.status()).ready
+
+
+@asynccontextmanager
+async def draining_too_small() -> AsyncIterator[tuple[RunningScheduler, SessionClient, list[Stream]]]:
+    """Five requests, each of 11 blocks, on a worker with 39 that begins to drain before the first of them must go, and
+    another worker that can hold none of them. In the end the first has left in order, and its drain cut nothing off."""
+    async with (
+        own_worker(script(delay_ms=20.0), num_blocks=40) as leaves,
+        own_worker(num_blocks=6) as stays,
+        running_scheduler(leaves.target.address, stays.target.address) as scheduler,
+    ):
+        await scheduler.rank_is(leaves.target.address, "up")
+        await scheduler.rank_is(stays.target.address, "up")
+        async with SessionClient(scheduler.address) as client:
+            streams = [client.submit(prompt(index), 30) for index in range(5)]
+            for stream in streams:
+                await stream.until(1)
+            drain = asyncio.create_task(leaves.server.drain(60.0))
+            await scheduler.rank_is(leaves.target.address, "draining")
+            view = scheduler.core.rank_view(leaves.target.address)
+            assert view is not None and view.num_running == 5 and scheduler.core.totals.num_preemptions == 0
+            yield scheduler, client, streams
+            assert await drain
+            assert client.errors == []
+        await scheduler.rank_is(leaves.target.address, "lost")
+        await scheduler.all_free()
+        assert scheduler.core.totals.num_requeued_after_worker_loss == 0
+        assert all(client.epoch == 1 for client in scheduler.service.pool.clients)
+
+
+async def test_a_draining_worker_takes_back_whom_it_preempted_and_stays_until_they_have_finished() -> None:
+    async with draining_too_small() as (_, _, streams):
+        await right(streams)
+        assert sum(stream.end.usage.num_preemptions for stream in streams if stream.end is not None) >= 2
+
+
+async def test_a_draining_worker_stays_for_whom_it_preempted_when_nobody_is_left_in_its_batch() -> None:
+    """Those that run are cancelled: until their blocks are back, its batch is empty."""
+    async with draining_too_small() as (scheduler, client, streams):
+        await until(lambda: scheduler.core.totals.num_preemptions >= 2)
+        running = {request.request_id for request in scheduler.core.state.requests.values() if request.row >= 0}
+        assert 0 < len(running) < 5
+        for stream in streams:
+            if stream.request_id in running:
+                client.cancel(stream)
+        await right([stream for stream in streams if stream.request_id not in running])
 
 
 @pytest.mark.parametrize("trouble", ["cut", "stall", "delay"])
