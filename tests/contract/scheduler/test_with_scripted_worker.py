@@ -136,7 +136,7 @@ async def test_a_draining_worker_hands_its_requests_over() -> None:
 
 @asynccontextmanager
 async def draining_too_small() -> AsyncIterator[tuple[RunningScheduler, SessionClient, list[Stream]]]:
-    """Five requests, each of 11 blocks, on a worker with 39 that begins to drain before the first of them must go, and
+    """Five requests, each of 13 blocks, on a worker with 39 that begins to drain before the first of them must go, and
     another worker that can hold none of them. In the end the first has left in order, and its drain cut nothing off."""
     async with (
         own_worker(script(delay_ms=20.0), num_blocks=40) as leaves,
@@ -146,7 +146,7 @@ async def draining_too_small() -> AsyncIterator[tuple[RunningScheduler, SessionC
         await scheduler.rank_is(leaves.target.address, "up")
         await scheduler.rank_is(stays.target.address, "up")
         async with SessionClient(scheduler.address) as client:
-            streams = [client.submit(prompt(index), 30) for index in range(5)]
+            streams = [client.submit(prompt(index), 40) for index in range(5)]
             for stream in streams:
                 await stream.until(1)
             drain = asyncio.create_task(leaves.server.drain(60.0))
@@ -169,15 +169,22 @@ async def test_a_draining_worker_takes_back_whom_it_preempted_and_stays_until_th
 
 
 async def test_a_draining_worker_stays_for_whom_it_preempted_when_nobody_is_left_in_its_batch() -> None:
-    """Those that run are cancelled: until their blocks are back, its batch is empty."""
+    """Those that run are cancelled while they hold nearly all blocks: until those are back, its batch is empty."""
     async with draining_too_small() as (scheduler, client, streams):
-        await until(lambda: scheduler.core.totals.num_preemptions >= 2)
+
+        def num_held() -> int:
+            view = scheduler.core.rank_view(scheduler.service.pool.clients[0].rank)
+            assert view is not None
+            return view.num_blocks - 1 - view.num_free_blocks - view.num_parked_blocks
+
+        # Each of the preempted needs 8 of the 39.
+        await until(lambda: scheduler.core.num_running == 3 and num_held() > 39 - 8)
         running = {request.request_id for request in scheduler.core.state.requests.values() if request.row >= 0}
-        assert 0 < len(running) < 5
         for stream in streams:
             if stream.request_id in running:
                 client.cancel(stream)
         await right([stream for stream in streams if stream.request_id not in running])
+        assert len(running) == 3
 
 
 @pytest.mark.parametrize("trouble", ["cut", "stall", "delay"])
