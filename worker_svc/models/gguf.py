@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
 
+from worker_svc import memory
 from worker_svc.models.cache import locked
 from worker_svc.models.config import BrokenModel, UnsupportedModel
 from worker_svc.models.gguf_cache import CONVERTER_VERSION, converted_directory
@@ -53,7 +54,8 @@ def convert_gguf(source: Path, cache: Path, *, key: str | None = None, name: str
 
     The directory appears complete or not at all, also when two processes convert at once. It is named after the file
     and `key`; without one, after size, time and place of the file. `name` is what clients will call the model.
-    Raises BrokenModel (not a GGUF file, truncated) or UnsupportedModel (architecture, tokenizer, quantisation).
+    Raises BrokenModel (not a GGUF file, truncated), UnsupportedModel (architecture, tokenizer, quantisation) or
+    NotEnoughMemory: all of it is held at once.
     """
     name = name or source.stem.lower()
     target = converted_directory(cache, name, key or _file_key(source))
@@ -88,6 +90,9 @@ def _convert_into(source: Path, target: Path, name: str) -> None:
     if fields.get("llama.expert_count"):
         raise UnsupportedModel(f"{source}: a mixture of experts; supported GGUF architectures: dense llama")
     config = _config(fields, reader)
+    num_bytes = 4 * sum(int(tensor.n_elements) for tensor in reader.tensors)
+    part = memory.Part(f"of weights in float32, to convert {source.name} (once)", num_bytes)
+    memory.check([part], memory.memory_limit())
     tensors = dict(_tensors(source, reader, config))
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     (target / "model.safetensors").chmod(0o644)  # it is written for its owner only

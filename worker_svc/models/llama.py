@@ -40,6 +40,14 @@ class _Layer:
     down: Linear
 
 
+def num_weights(config: ModelConfig) -> int:
+    """How many numbers a Llama on a CPU holds, at most: the output weights are held in a layout of their own, also when
+    they are the embedding's."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    layer = hidden * (2 * config.q_size + 2 * config.kv_size + 3 * inner)
+    return config.num_layers * layer + 2 * config.vocab_size * hidden + hidden
+
+
 class Llama:
     """Grouped-query attention with rotary positions, SwiGLU, pre-norm. Query/key/value and gate/up are one map each,
     and the weights of the norms are folded into the map behind them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -39,6 +40,8 @@ def locate_model(model: str) -> Path:
         return convert_gguf(path, cache_root() / "models")
     if model in KNOWN_MODELS:
         return fetch_model(model, LogReport())
+    if os.sep in model or model.lower().endswith(".gguf"):
+        raise BrokenModel(f"model {model!r}: nothing is there; inside a container it must lie on the worker's volume")
     known = ", ".join(sorted(KNOWN_MODELS))
     raise BrokenModel(f"model {model!r} is neither a directory, nor a GGUF file, nor a known name ({known})")
 

@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from worker_svc import memory
 from worker_svc.attention.base import AttentionBackend, RaggedBatch
 from worker_svc.attention.cpu import SdpaAttention
 from worker_svc.kv_cache import KvCache, KvShape
-from worker_svc.models.config import ModelConfig
-from worker_svc.models.llama import ForwardInput, Llama
+from worker_svc.models.config import ModelConfig, read_model_config
+from worker_svc.models.llama import ForwardInput, Llama, num_weights
 from worker_svc.models.loader import load_model, locate_model, model_name, tokenizer_files
 from worker_svc.runner.base import DeviceFailed, Geometry, RunnerCapabilities, StepFailed
 from worker_svc.runner.input_batch import InputBatch
@@ -30,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 # Drafts per row it verifies in one step. A bound on row width, not on the method.
 MAX_NUM_DRAFTS = 16
-_DEFAULT_CPU_KV_BYTES = 1 << 30
 _MAX_THREADS = 8
 _NO_TOKENS = np.empty(0, np.int32)
 
@@ -64,6 +64,21 @@ class _KvBudget:
     kv_memory: int | None
     gpu_memory_utilization: float
 
+    def check_fits(self, config: ModelConfig, dtype: torch.dtype, block_size: int | None = None) -> None:
+        """Raise NotEnoughMemory when weights and pool are more than this process may hold on the CPU. block_size None:
+        the scheduler has not told it yet, so that num_blocks means no less than the smallest blocks."""
+        weights = num_weights(config) * dtype.itemsize
+        remedy = "set dtype to bfloat16" if dtype is torch.float32 else ""
+        parts = [memory.Part(f"of weights (dtype = {_name(dtype)})", weights, remedy)]
+        if self.num_blocks is None:
+            pool = self.kv_memory or memory.DEFAULT_CPU_KV_BYTES
+        else:
+            smallest = SdpaAttention.block_size_multiple
+            pool = self.num_blocks * _kv_shape(config, block_size or smallest, dtype).bytes_per_block
+        tokens = f" of {block_size} tokens" if block_size else " of one token or more"
+        parts.append(memory.kv_part(pool, kv_memory=self.kv_memory, num_blocks=self.num_blocks, tokens=tokens))
+        memory.check(parts, memory.memory_limit())
+
 
 class ModelRunner:
     """Runner over a Llama-family model. See worker_svc.runner.base for the contract of its methods."""
@@ -85,20 +100,22 @@ class ModelRunner:
 
     @classmethod
     def load(cls, settings: RunnerSettings) -> ModelRunner:
-        """Load the model that the settings name. Raises ValueError (settings, broken or unsupported model) or
-        FetchFailed."""
+        """Load the model that the settings name. Raises ValueError (settings, broken or unsupported model, more than a
+        CPU's memory holds) or FetchFailed."""
         device = _device(settings.device)
         dtype = resolve_dtype(settings.dtype, device)
         threads = settings.threads or min(os.cpu_count() or 1, _MAX_THREADS)
         torch.set_num_threads(threads)
         directory = locate_model(settings.model)
+        budget = _KvBudget(settings.num_blocks, settings.kv_memory, settings.gpu_memory_utilization)
+        if device.type == "cpu":
+            budget.check_fits(read_model_config(directory), dtype)
         with torch.inference_mode():
             model = load_model(directory, max_len=settings.max_model_len, dtype=dtype, device=device)
         if settings.max_model_len is not None and settings.max_model_len > model.config.max_position_embeddings:
             raise ValueError(
                 f"max_model_len {settings.max_model_len} is beyond the model's {model.config.max_position_embeddings}"
             )
-        budget = _KvBudget(settings.num_blocks, settings.kv_memory, settings.gpu_memory_utilization)
         max_model_len = settings.max_model_len or model.config.max_position_embeddings
         return cls(model, directory, max_model_len=max_model_len, budget=budget, threads=threads)
 
@@ -114,7 +131,7 @@ class ModelRunner:
             block_size_multiple=self._attention.block_size_multiple,
             runner="model",
             device=self._model.device.type,
-            dtype=str(self._model.dtype).removeprefix("torch."),
+            dtype=_name(self._model.dtype),
             generation_defaults=config.generation_defaults,
             max_num_drafts=MAX_NUM_DRAFTS,
             verifies_sampled_drafts=True,
@@ -135,7 +152,9 @@ class ModelRunner:
             self._last_tokens = torch.zeros(geometry.num_rows, dtype=torch.int64, device=self._model.device)
             if self._kv is None or self._geometry is None or self._kv.shape.block_size != geometry.block_size:
                 self._kv = None  # give the old pool back before asking for the new one
-                shape = self._kv_shape(geometry.block_size)
+                shape = _kv_shape(self._model.config, geometry.block_size, self._model.dtype)
+                if self._model.device.type == "cpu" and self._budget.num_blocks is not None:
+                    self._budget.check_fits(self._model.config, self._model.dtype, geometry.block_size)
                 self._kv = KvCache(shape, self._num_blocks(shape, geometry), self._model.device)
         self._geometry = geometry
         return self._kv.num_blocks
@@ -147,15 +166,11 @@ class ModelRunner:
         if geometry.max_model_len > self._max_model_len:
             raise ValueError(f"max_model_len {geometry.max_model_len} is beyond this worker's {self._max_model_len}")
 
-    def _kv_shape(self, block_size: int) -> KvShape:
-        config = self._model.config
-        return KvShape(config.num_layers, block_size, config.num_kv_heads, config.head_dim, self._model.dtype)
-
     def _num_blocks(self, shape: KvShape, geometry: Geometry) -> int:
         if self._budget.num_blocks is not None:
             num_blocks = self._budget.num_blocks
         elif self._budget.kv_memory is not None or self._model.device.type == "cpu":
-            num_blocks = (self._budget.kv_memory or _DEFAULT_CPU_KV_BYTES) // shape.bytes_per_block
+            num_blocks = (self._budget.kv_memory or memory.DEFAULT_CPU_KV_BYTES) // shape.bytes_per_block
         else:
             num_blocks = self._profiled_bytes(shape, geometry) // shape.bytes_per_block
         if num_blocks < 2:
@@ -295,6 +310,14 @@ class _Launched:
             tokens = self._tokens.numpy().astype(np.int32)
             self._output = StepOutput(tokens, self._counts, self._num_rows_held)
         return self._output
+
+
+def _kv_shape(config: ModelConfig, block_size: int, dtype: torch.dtype) -> KvShape:
+    return KvShape(config.num_layers, block_size, config.num_kv_heads, config.head_dim, dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _device(name: str) -> torch.device:

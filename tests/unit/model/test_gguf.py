@@ -15,6 +15,8 @@ from tokenizers import Tokenizer
 from tests.support.oracle import assert_greedy_equal, greedy_entry
 from tests.support.step_loop import StepLoop
 from tests.unit.model.tiny import Settings, tiny_llama, write_gguf
+from worker_svc import memory
+from worker_svc.memory import ALLOWANCE_BYTES, MemoryLimit, NotEnoughMemory
 from worker_svc.models.config import BrokenModel, UnsupportedModel
 from worker_svc.models.gguf import convert_gguf
 from worker_svc.runner.model_runner import ModelRunner
@@ -36,6 +38,21 @@ def test_a_converted_file_holds_the_same_tensors_bit_for_bit(tmp_path: Path, tie
     expected = {n: t for n, t in model.state_dict().items() if not (tied and n == "lm_head.weight")}
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_file_whose_conversion_does_not_fit_is_refused_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama()
+    num_bytes = 4 * sum(tensor.numel() for tensor in model.state_dict().values())
+    write_gguf(tmp_path / "m.gguf", model, quantise=gguf.GGMLQuantizationType.Q8_0)
+    fits = num_bytes + ALLOWANCE_BYTES
+    monkeypatch.setattr(memory, "memory_limit", lambda: MemoryLimit(fits - 1, "the limit"))
+    with pytest.raises(NotEnoughMemory, match=r"of weights in float32, to convert m\.gguf \(once\)"):
+        convert_gguf(tmp_path / "m.gguf", tmp_path / "cache")
+    assert not any(path.is_dir() for path in (tmp_path / "cache").iterdir())
+    monkeypatch.setattr(memory, "memory_limit", lambda: MemoryLimit(fits, "the limit"))
+    assert convert_gguf(tmp_path / "m.gguf", tmp_path / "cache").is_dir()
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])

@@ -12,7 +12,10 @@ from safetensors.torch import load_file, save_file
 from tests.support.oracle import assert_greedy_equal, greedy_entry
 from tests.support.step_loop import StepLoop
 from tests.unit.model.tiny import Settings, load_runner, tiny_llama
+from worker_svc import memory
+from worker_svc.memory import ALLOWANCE_BYTES, MemoryLimit, NotEnoughMemory
 from worker_svc.models.config import BrokenModel, UnsupportedModel, read_model_config
+from worker_svc.models.llama import num_weights
 from worker_svc.models.loader import locate_model
 from worker_svc.runner.base import GenerationDefaults, Geometry
 from worker_svc.runner.model_runner import ModelRunner
@@ -130,7 +133,13 @@ def test_a_truncated_weight_file_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_nowhere_is_refused_with_the_known_names(tmp_path: Path) -> None:
     with pytest.raises(BrokenModel, match=r"neither a directory, nor a GGUF file, nor a known name \(smollm2\)"):
-        locate_model(str(tmp_path / "nothing"))
+        locate_model("nothing")
+    for path in (str(tmp_path / "nothing"), "~/nothing/here", "nothing.GGUF"):
+        with pytest.raises(
+            BrokenModel, match=r"nothing is there; inside a container .* on the worker's volume"
+        ) as told:
+            locate_model(path)
+        assert repr(path) in str(told.value)
     with pytest.raises(BrokenModel, match=r"config\.json is missing"):
         _load(tmp_path)
 
@@ -154,3 +163,47 @@ def test_the_pool_is_sized_by_blocks_or_by_bytes(tmp_path: Path) -> None:
     assert load_runner(model, tmp_path, num_blocks=None).open(geometry) == (1 << 30) // 12288
     with pytest.raises(ValueError, match="2 are needed"):
         load_runner(model, tmp_path, num_blocks=None, kv_memory=12_288).open(geometry)
+
+
+def _limit_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    monkeypatch.setattr(memory, "memory_limit", lambda: MemoryLimit(num_bytes, "the limit of a test"))
+
+
+def test_what_a_cpu_cannot_hold_is_refused_before_the_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    _limit_memory(monkeypatch, 4 << 30)
+    said = r"\(dtype = float32\) \+ 999 GiB of KV cache \(kv_memory\).* may use 4 GiB \(the limit of a test\)"
+    with pytest.raises(NotEnoughMemory, match=said):
+        ModelRunner.load(Settings(str(tmp_path), num_blocks=None, kv_memory=999 << 30))
+    with pytest.raises(NotEnoughMemory, match=r"num_blocks = 1000000000 of one token or more\).*lower num_blocks"):
+        ModelRunner.load(Settings(str(tmp_path), num_blocks=1_000_000_000))
+
+
+def test_weights_count_as_they_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    weights = num_weights(read_model_config(tmp_path))
+    held = sum(tensor.numel() for tensor in load_file(tmp_path / "model.safetensors").values())
+    # The norms are folded into what follows them.
+    assert held - 6 * 64 == weights
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        fits = weights * size + 12_345 + ALLOWANCE_BYTES
+        settings = Settings(str(tmp_path), dtype=dtype, num_blocks=None, kv_memory=12_345)
+        _limit_memory(monkeypatch, fits)
+        ModelRunner.load(settings)
+        _limit_memory(monkeypatch, fits - 1)
+        with pytest.raises(NotEnoughMemory, match=rf"dtype = {dtype}"):
+            ModelRunner.load(settings)
+
+
+def test_blocks_that_do_not_fit_at_the_schedulers_block_size_are_refused_at_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _limit_memory(monkeypatch, ALLOWANCE_BYTES + (64 << 20))
+    # 768 bytes a token: 7.3 MiB in blocks of 1, 117 MiB in blocks of 16.
+    runner = load_runner(tiny_llama(), tmp_path, num_blocks=10_000)
+    assert runner.open(Geometry(1, 8, 64, 128, 2)) == 10_000
+    with pytest.raises(ValueError, match=r"117 MiB of KV cache \(num_blocks = 10000 of 16 tokens\)"):
+        runner.open(Geometry(16, 8, 64, 128, 2))
