@@ -31,7 +31,7 @@ from scheduler_svc.retired_settings import REPLACEMENTS, WORKER_SETTINGS
 ENV_PREFIX: Final = "STEPFENCE_"
 _MAX_NUM_SEQS: Final = 128
 # What a worker takes as a number of bytes.
-_SIZE: Final = re.compile(r"^\d+(\.\d+)?\s*(|b|[kmg]i?b)$")
+_SIZE: Final = re.compile(r"^\d+(\.\d+)?\s*(|b|[kmgt]i?b)$")
 # Orchestrators put STEPFENCE_..._SERVICE_HOST, ..._PORT, ..._PORT_50051_TCP_ADDR and the like into every container
 # beside a service of that name.
 _INJECTED: Final = re.compile(r"^STEPFENCE_(.*_)?(SERVICE_HOST|(SERVICE_)?PORT(_.*)?)$")
@@ -194,9 +194,9 @@ class _Settings(BaseSettings):
         from_file = {} if path is None else _read_sections(path, cls)
         from_environment = EnvSettingsSource(cls)()
         origins = {
-            **dict.fromkeys(from_file, f"in {path}"),
-            **dict.fromkeys(from_environment, "in the environment"),
-            **dict.fromkeys(given, "on the command line"),
+            **{name: f"{name} (in {path})" for name in from_file},
+            **{name: f"{ENV_PREFIX}{name.upper()} (in the environment)" for name in from_environment},
+            **{name: f"{name} (on the command line)" for name in given},
         }
         try:
             return cls(**{**from_file, **from_environment, **given})
@@ -486,5 +486,5 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
         if not name:
             lines.append(message)
         else:
-            lines.append(f"{name} ({origins.get(name, 'default')}): {message} (given: {item['input']!r})")
+            lines.append(f"{origins.get(name, f'{name} (default)')}: {message} (given: {item['input']!r})")
     return "\n".join(lines)

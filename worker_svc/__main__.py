@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
+import os
 import sys
 from collections.abc import Sequence
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
-from worker_svc import logs
-from worker_svc.config import ENV_PREFIX, SettingsError, WorkerSettings, advice, flag
+from worker_svc import logs, memory, openmp
+from worker_svc.config import ENV_PREFIX, FileSettings, SettingsError, WorkerSettings, advice, flag
 from worker_svc.server import EXIT_FATAL, EXIT_OK, EXIT_USAGE, serve
 
 # As a person calls it; `python -m worker_svc` is what these commands become.
 _WORKER: Final = "stepfence worker"
 _FETCH: Final = "stepfence fetch-model"
 EXIT_INTERRUPTED: Final = 130
+# Before it stand the flags of whoever calls, behind it those that `stepfence worker` has read from a settings file.
+_FROM_FILE: Final = "--from-file"
+
+log = logging.getLogger("worker_svc")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -25,25 +31,44 @@ class _Parser(argparse.ArgumentParser):
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
             name = unknown.split()[0].split("=")[0].removeprefix("--").replace("-", "_")
-            message = f"{unknown}: {advice(name, flag)}"
+            message = f"{unknown}: {advice(name, flag, self.prog)}"
         print(f"{self.prog}: {message}", file=sys.stderr)
         sys.exit(EXIT_USAGE)
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """Descriptions in a column of their own, as other commands of `stepfence` have them."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32)
+
+
+# What stands behind a flag in the help.
+_METAVARS: Final = {
+    **dict.fromkeys(("runner", "device", "dtype", "log_format"), "NAME"),
+    **dict.fromkeys(("num_blocks", "max_model_len", "threads"), "N"),
+    "listen": "HOST:PORT",
+    "model": "PATH|NAME",
+    "kv_memory": "BYTES",
+    "gpu_memory_utilization": "SHARE",
+    "drain_deadline_s": "SECONDS",
+    "script": "JSON",
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code (docs/worker.md lists them). Exits 2 by itself on wrong usage."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    from_file: list[str] = []
+    if _FROM_FILE in given:
+        at = given.index(_FROM_FILE)
+        given, from_file = given[:at], given[at + 1 :]
     parser = _parser()
-    parsed, unknown = parser.parse_known_args(arguments)
-    options = vars(parsed)
-    command = options.pop("command")
-    if unknown:
-        # The outer parser finds out, and the inner one's name is what was called.
-        parser.prog = _FETCH if command == "fetch-model" else _WORKER
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if command == "fetch-model":
+    options = _parse(parser, given)
+    if options.pop("command") == "fetch-model":
         return _fetch_model(options["name"])
     try:
-        settings = WorkerSettings.load(options)
+        settings = WorkerSettings.load(options, _file_settings(parser, from_file))
     except SettingsError as error:
         for line in str(error).splitlines():
             print(f"{_WORKER}: {line}", file=sys.stderr)
@@ -52,7 +77,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _run(settings)
 
 
+def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
+    parsed, unknown = parser.parse_known_args(arguments)
+    options = vars(parsed)
+    if unknown:
+        # The outer parser finds out, and the inner one's name is what was called.
+        parser.prog = _FETCH if options["command"] == "fetch-model" else _WORKER
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return options
+
+
+def _file_settings(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> FileSettings | None:
+    """FILE --flag value ..., as `stepfence worker` gives them."""
+    if not arguments:
+        return None
+    options = _parse(parser, ["serve", *arguments[1:]])
+    del options["command"]
+    return FileSettings(arguments[0], {name: value for name, value in options.items() if value is not None})
+
+
 def _run(settings: WorkerSettings) -> int:
+    if settings.runner == "model" and settings.device == "cpu":
+        # Both before torch: the one for its OpenMP library, the other because loading it takes memory, too.
+        openmp.limit_spinning(os.environ)
+        try:
+            memory.check_start(kv_memory=settings.kv_memory, num_blocks=settings.num_blocks)
+        except memory.NotEnoughMemory as error:
+            log.error("the model could not be loaded", extra={"cause": str(error)})
+            return EXIT_FATAL
     try:
         import uvloop
     except ModuleNotFoundError:
@@ -71,7 +123,7 @@ def _fetch_model(name: str) -> int:
             return EXIT_USAGE
         try:
             path = fetch_model(name, reporter())
-        except FetchFailed as error:
+        except (FetchFailed, memory.NotEnoughMemory) as error:
             print(f"{_FETCH}: {error}", file=sys.stderr)
             return EXIT_FATAL
     except KeyboardInterrupt:
@@ -90,14 +142,16 @@ def _parser() -> argparse.ArgumentParser:
         prog=_WORKER,
         help="run a worker",
         allow_abbrev=False,
+        usage=f"{_WORKER} [OPTIONS]",
+        formatter_class=_HelpFormatter,
         description=f"Run a worker. Each flag may also be set as {ENV_PREFIX}<NAME> in the environment.",
         epilog=f"`{_WORKER}` also takes --config FILE (or {ENV_PREFIX}CONFIG): a TOML file whose [worker] section "
         "gives what flags and environment leave open.",
     )
     for name, field in WorkerSettings.model_fields.items():
         default = "none" if field.default is None else field.default
-        help_text = f"{field.description} Default: {default}".replace("%", "%%")
-        server.add_argument(flag(name), dest=name, default=None, metavar=name.upper(), help=help_text)
+        help_text = f"{field.description} [default: {default}]".replace("%", "%%")
+        server.add_argument(flag(name), dest=name, default=None, metavar=_METAVARS[name], help=help_text)
     fetch = commands.add_parser("fetch-model", prog=_FETCH, help="fetch a known model", allow_abbrev=False)
     fetch.add_argument("name", metavar="NAME", help="for example smollm2")
     return parser

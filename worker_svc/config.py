@@ -1,8 +1,8 @@
 """Settings of the worker, read once at start and frozen.
 
-A value comes from the flag, else from STEPFENCE_<NAME> in the environment, else it is the default. `load` does the
-reading; `WorkerSettings(num_blocks=64)` means exactly that. Whatever is not understood is an error that says what was
-meant."""
+A value comes from the flag, else from STEPFENCE_<NAME> in the environment, else from the settings file that whoever
+started this process has read, else it is the default. `load` combines them; `WorkerSettings(num_blocks=64)` means
+exactly that. Whatever is not understood is an error that says what was meant."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from worker_svc.runner.script import Script
+from worker_svc.runner.script import MAX_SECONDS, Script
 
 ENV_PREFIX: Final = "STEPFENCE_"
 # Orchestrators put such names into every container beside a service that is called stepfence-something.
@@ -103,10 +104,12 @@ REPLACEMENTS: Final[dict[str, str]] = {
     "pipeline_parallel_size": _RANKS,
 }
 
-_UNITS: Final = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNITS: Final = {
+    **{"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40},
+    **{"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12},
+}
 _SIZE: Final = re.compile(r"^(\d+(?:\.\d+)?)\s*([a-z]*)$")
 # Bounds that keep numbers within what timers, messages and memory can hold; far beyond what makes sense.
-_MAX_SECONDS: Final = 31_536_000.0
 _MAX_LEN: Final = 1 << 30
 _MAX_NUM_BLOCKS: Final = (1 << 31) - 1
 _MAX_THREADS: Final = 1024
@@ -168,6 +171,14 @@ OptionalNumBlocks = Annotated[
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class FileSettings:
+    """What the [worker] section of a settings file gave, by field name, as text."""
+
+    path: str
+    values: Mapping[str, str]
+
+
 class WorkerSettings(BaseSettings):
     """Settings of `worker_svc serve`. Times in seconds, lengths in tokens."""
 
@@ -196,7 +207,7 @@ class WorkerSettings(BaseSettings):
     drain_deadline_s: float = Field(
         30.0,
         ge=0,
-        le=_MAX_SECONDS,
+        le=MAX_SECONDS,
         allow_inf_nan=False,
         description="Seconds that running requests may still take after a stop signal.",
     )
@@ -225,19 +236,22 @@ class WorkerSettings(BaseSettings):
         return (init_settings,)
 
     @classmethod
-    def load(cls, flags: Mapping[str, object] | None = None) -> Self:
-        """Combine flags (by field name; None = not given) and the environment. Raises SettingsError."""
+    def load(cls, flags: Mapping[str, object] | None = None, file: FileSettings | None = None) -> Self:
+        """Combine flags (by field name; None = not given), the environment and what a settings file gave. Raises
+        SettingsError, with each setting called as it was given."""
         refuse_unknown_environment(os.environ)
         given = {name: value for name, value in (flags or {}).items() if value is not None}
         from_environment = _EnvironmentText(cls)()
-        origins = {
-            **dict.fromkeys(from_environment, "in the environment"),
-            **dict.fromkeys(given, "on the command line"),
+        from_file = {} if file is None else file.values
+        names = {
+            **{name: f"[worker] {name} (in {file.path})" for name in from_file if file is not None},
+            **{name: f"{ENV_PREFIX}{name.upper()} (in the environment)" for name in from_environment},
+            **{name: flag(name) for name in given},
         }
         try:
-            return cls(**{**from_environment, **given})
+            return cls(**{**from_file, **from_environment, **given})
         except ValidationError as error:
-            raise SettingsError(_explain(error, origins)) from None
+            raise SettingsError(_explain(error, names)) from None
 
 
 class _EnvironmentText(EnvSettingsSource):
@@ -266,21 +280,27 @@ def refuse_unknown_environment(environ: Mapping[str, str]) -> None:
         raise SettingsError("\n".join(problems))
 
 
-def advice(name: str, spell: Any = str) -> str:
-    """What to say about a setting that is not the worker's: its replacement, its owner, or the nearest known names."""
+def advice(name: str, spell: Callable[[str], str], command: str = "stepfence worker") -> str:
+    """What to say about a setting that is not the worker's: its replacement, its owner, the nearest known names, or the
+    command whose help lists what there is."""
     if name in REPLACEMENTS:
         return f"not a setting of Stepfence: {REPLACEMENTS[name]}"
     if name in OTHER_SETTINGS:
         return "a setting of the scheduler or the front end, not of the worker"
     near = difflib.get_close_matches(name, sorted(WorkerSettings.model_fields), n=3, cutoff=0.6)
-    return "unknown setting; " + (f"did you mean {' or '.join(map(spell, near))}?" if near else "see --help")
+    if near:
+        return f"unknown setting; did you mean {' or '.join(map(spell, near))}?"
+    return f"unknown setting; see `{command} --help`"
 
 
-def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
+def _explain(error: ValidationError, names: Mapping[str, str]) -> str:
+    """One line for each thing that is wrong; `names` says how a setting was called by whoever gave it."""
     lines = []
     for item in error.errors(include_url=False):
-        path = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
-        origin = origins.get(str(item["loc"][0]) if item["loc"] else "", "default")
-        lines.append(f"{path} ({origin}): {message} (given: {item['input']!r})" if path else message)
+        if item["loc"]:
+            name, *inner = map(str, item["loc"])
+            where = f"{'.'.join(inner)}: " if inner else ""
+            message = f"{names.get(name, name)}: {where}{message} (given: {item['input']!r})"
+        lines.append(message)
     return "\n".join(lines)

@@ -16,6 +16,8 @@ import typer
 from scheduler_svc.cli.options import StrictCommand
 from scheduler_svc.config import ENV_PREFIX, SettingsError, flag, read_section
 
+# Understood by the worker's program only.
+_FROM_FILE = "--from-file"
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -28,15 +30,17 @@ def worker_command(*arguments: str) -> list[str]:
 
 def with_file_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """The worker's flags, completed from the [worker] section of the settings file: the one of `--config FILE` (taken
-    out of the flags) or of STEPFENCE_CONFIG. Flags and environment win. Raises SettingsError."""
+    out of the flags) or of STEPFENCE_CONFIG. Flags and environment win. What is from the file stands behind
+    `--from-file FILE`, so that the worker can say where a wrong value is. Raises SettingsError."""
     flags, path = _without_config(arguments, environ)
     if path is None:
         return flags
     given = {argument.split("=", 1)[0] for argument in flags}
+    added: list[str] = []
     for name, value in read_section(path, "worker").items():
         if flag(name) not in given and ENV_PREFIX + name.upper() not in environ:
-            flags += [flag(name), value if isinstance(value, str) else json.dumps(value)]
-    return flags
+            added += [flag(name), value if isinstance(value, str) else json.dumps(value)]
+    return [*flags, _FROM_FILE, str(path), *added] if added else flags
 
 
 def _without_config(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], Path | None]:

@@ -10,12 +10,15 @@ Workloads (SmolLM2-135M, greedy, end-of-sequence ids ignored, no prefix cache):
 Runs of the engines alternate; the table shows medians. The CPU share is CPU seconds / (wall * threads): a run that did
 not get its cores says so, and an OpenMP team that loses one for a moment stalls whole. Where the machine is busy,
 compare tokens per CPU second at --threads 1: time spent waiting for a core is not in it. The last line is JSON.
+
+Threads wait for each other as in a worker (worker_svc/openmp.py), so torch is imported only when that is settled.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import random
 import statistics
@@ -25,11 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from tests.support.oracle import model_directory
 from tests.support.step_loop import StepLoop
-from worker_svc.runner.model_runner import ModelRunner
+from worker_svc import openmp
 
 NUM_REQUESTS, OUTPUTS, PROMPT_TOKENS = 32, 64, 4833
 DECODED, DECODE_PROMPT, PREFILLED = 128, 16, 1024
@@ -59,6 +60,8 @@ class Stepfence:
     """ModelRunner driven by the page-long scheduler of the tests."""
 
     def __init__(self, dtype: str, threads: int) -> None:
+        from worker_svc.runner.model_runner import ModelRunner
+
         self._runner = ModelRunner.load(Settings(str(model_directory()), dtype, threads))
 
     def generate(self, prompts: Sequence[Sequence[int]], outputs: int) -> list[list[int]]:
@@ -73,6 +76,7 @@ class Transformers:
     """model.generate on a left-padded batch."""
 
     def __init__(self, dtype: str, threads: int) -> None:
+        import torch
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(threads)
@@ -81,6 +85,8 @@ class Transformers:
 
     def generate(self, prompts: Sequence[Sequence[int]], outputs: int) -> list[list[int]]:
         """Every row runs for `outputs` tokens."""
+        import torch
+
         width = max(map(len, prompts))
         ids = torch.zeros(len(prompts), width, dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -205,6 +211,9 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure, print a table, then one line of JSON."""
     arguments = _arguments()
+    openmp.limit_spinning(os.environ)
+    import torch
+
     names = arguments.only or list(WORKLOADS)
     engines: dict[str, Engine] = {"stepfence": Stepfence(arguments.dtype, arguments.threads)}
     if not arguments.no_transformers:
@@ -217,6 +226,7 @@ def main() -> None:
         print(f"{workload:10} {name:14}" + "".join(f" {value:9.1f}" for value in list(row.values())[:-1]), end="")
         print(f" {row['cpu_share']:9.2f}")
     facts = {"dtype": arguments.dtype, "threads": arguments.threads, "torch": torch.__version__, "cpu": _cpu_name()}
+    facts |= {name: os.environ[name] for name in openmp.SET_BY_PEOPLE if name in os.environ}
     print(json.dumps(facts | {"repeats": arguments.repeats, "results": results}))
 
 

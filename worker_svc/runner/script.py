@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 from enum import Enum
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -43,6 +43,12 @@ class FaultKind(Enum):
 _SPOKEN: Final = frozenset({FaultKind.REPEATED_RESULT, FaultKind.WITHHELD_RESULT, FaultKind.WRONG_STEP_SEQ})
 
 
+# A year: beyond what anybody waits for, and within what timers can hold.
+MAX_SECONDS: Final = 31_536_000.0
+_Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
+_Milliseconds = Annotated[float, Field(ge=0, le=1000 * MAX_SECONDS, allow_inf_nan=False)]
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -59,7 +65,7 @@ class Fault(_Strict):
     # 0: every time.
     times: int = Field(1, ge=0)
     # Of a stall; None: until the process ends.
-    seconds: float | None = Field(None, ge=0)
+    seconds: _Seconds | None = None
     exit_code: int = Field(1, ge=0, le=255)
 
     @model_validator(mode="after")
@@ -82,10 +88,10 @@ class Script(_Strict):
     """The whole script; the empty one is a worker without faults that never ends a text."""
 
     # Each step takes delay_ms, plus up to jitter_ms drawn from (jitter_seed, epoch, step).
-    delay_ms: float = Field(0.0, ge=0)
-    jitter_ms: float = Field(0.0, ge=0)
+    delay_ms: _Milliseconds = 0.0
+    jitter_ms: _Milliseconds = 0.0
     jitter_seed: int = 0
-    load_delay_s: float = Field(0.0, ge=0)
+    load_delay_s: _Seconds = 0.0
     # Not empty: loading fails with this message.
     load_error: str = ""
     # Output index at which the end of the text is sampled; or at every index at which it is not masked.

@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tests.support.scheduler_double import PATIENCE_S, Book, SchedulerDouble, new_request
 from tests.support.worker_fixtures import generate, target_at
+from worker_svc import openmp
 from worker_svc.runner.scripted import complete
 from worker_svc.step import Sampling
 
@@ -27,6 +28,15 @@ pytestmark = [pytest.mark.own_worker, pytest.mark.e2e]
 
 _ROOT = Path(__file__).parents[3]
 _SERVICE = "stepfence.v1.WorkerService"
+# Python that makes torch, transformers and the like impossible to import.
+_NO_TORCH = (
+    "import sys\n"
+    "class Blocked:\n"
+    "    def find_spec(self, name, path=None, target=None):\n"
+    "        if name.split('.')[0] in ('torch', 'safetensors', 'gguf', 'transformers'):\n"
+    "            raise ModuleNotFoundError(name, name=name)\n"
+    "sys.meta_path.insert(0, Blocked())"
+)
 
 
 class _Process:
@@ -67,6 +77,7 @@ async def _started(*arguments: str, before: str = "", **environment: str) -> Asy
         sys.executable,
         *command,
         env={**kept, "PYTHONPATH": path, **environment},
+        stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         cwd=_ROOT,
     )
@@ -100,23 +111,14 @@ async def test_an_idle_worker_ends_on_one_signal_within_five_seconds(number: sig
 
 
 async def test_a_worker_needs_no_torch_and_serves_at_once() -> None:
-    """Torch, transformers and the like are made impossible to import."""
-    block = (
-        "import sys\n"
-        "class Blocked:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] in ('torch', 'safetensors', 'gguf', 'transformers'):\n"
-        "            raise ModuleNotFoundError(name, name=name)\n"
-        "sys.meta_path.insert(0, Blocked())"
-    )
-    async with _started(*_serve(), before=block) as worker:
+    async with _started(*_serve(), before=_NO_TORCH) as worker:
         address = await worker.address()
         await worker.line_with("ready")
         target = await target_at(address)
         async with SchedulerDouble(address) as scheduler:
             outputs = await generate(target, await target.open(scheduler), Book(), [72, 105], 5)
         assert outputs == complete([72, 105], 5, Sampling())
-    async with _started("serve", "--listen", "127.0.0.1:0", before=block) as worker:
+    async with _started("serve", "--listen", "127.0.0.1:0", before=_NO_TORCH) as worker:
         assert await worker.end() == 1
         assert "install stepfence[worker]" in worker.lines[-1]
 
@@ -147,6 +149,40 @@ async def test_a_model_that_cannot_be_loaded_exits_1_and_says_why() -> None:
     async with _started(*_serve("--script", '{"load_error": "the file is broken"}')) as worker:
         assert await worker.end() == 1
         assert "the file is broken" in worker.lines[-1] and "Traceback" not in worker.lines[-1]
+
+
+async def test_a_model_that_does_not_fit_is_refused_with_the_limit_before_torch_is_loaded() -> None:
+    small = "from worker_svc import memory\nmemory.memory_limit = lambda: memory.MemoryLimit(300_000_000, 'of a test')"
+    async with _started("serve", "--listen", "127.0.0.1:0", before=f"{_NO_TORCH}\n{small}") as worker:
+        assert await worker.end() == 1
+        line = json.loads(worker.lines[-1])
+        assert (line["level"], line["message"]) == ("error", "the model could not be loaded")
+        assert "not enough memory: 1 GiB of KV cache" in line["cause"] and "286 MiB (of a test)" in line["cause"]
+    async with _started(*_serve(), before=small) as worker:
+        await worker.line_with("ready")
+
+
+@pytest.mark.parametrize(
+    "theirs, expected",
+    [
+        ({}, str(openmp.SPIN_COUNT)),
+        ({"GOMP_SPINCOUNT": "77"}, "77"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, None),
+        ({"KMP_BLOCKTIME": "0"}, None),
+    ],
+)
+async def test_threads_stop_spinning_early_unless_the_environment_says_how_they_wait(
+    theirs: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is when torch is first asked for: its OpenMP library reads the environment once."""
+    for name in openmp.SET_BY_PEOPLE:
+        monkeypatch.delenv(name, raising=False)
+    tell = _NO_TORCH.replace(
+        "raise Mod", "print(os.environ.get('GOMP_SPINCOUNT'), flush=True, file=sys.stderr); raise Mod"
+    )
+    async with _started("serve", "--listen", "127.0.0.1:0", before=f"import os\n{tell}", **theirs) as worker:
+        assert await worker.end() == 1
+        assert f"{expected}\n" in worker.lines[-1].splitlines(keepends=True)
 
 
 async def test_a_draining_worker_is_not_ready_and_exits_3_when_work_is_cut_off() -> None:
@@ -263,8 +299,10 @@ async def test_d5_a_port_beyond_loopback_is_pointed_out(host: str, exposed: bool
         ((), "COMMAND"),
         (("serve", "--swap-space", "4"), "always recomputed"),
         (("serve", "--num-block", "4"), "--num-blocks"),
+        (("serve", "--bogus"), "--bogus: unknown setting; see `stepfence worker --help`"),
         (("serve", "--max-num-seqs", "4"), "not of the worker"),
-        (("serve", "--num-blocks", "many"), "num_blocks"),
+        (("serve", "--num-blocks", "many"), "--num-blocks: "),
+        (("serve", "--from-file", "/a/b.toml", "--num-blocks", "many"), "[worker] num_blocks (in /a/b.toml): "),
         (("serve", "--listen", "50061"), "HOST:PORT"),
         (("serve", "--runner", "scripted", "--script", "{"), "JSON"),
         (("serve", "--script", "{}"), "runner"),
@@ -275,6 +313,16 @@ async def test_wrong_usage_exits_2_and_says_what_is_meant(arguments: tuple[str, 
     async with _started(*arguments) as worker:
         assert await worker.end() == 2
         assert said in worker.lines[-1]
+
+
+async def test_help_says_what_each_flag_takes() -> None:
+    async with _started("serve", "--help") as worker:
+        assert worker.process.stdout is not None
+        told = " ".join((await worker.process.stdout.read()).decode().split())
+        assert await worker.end() == 0
+    for name, takes in (("num-blocks", "N"), ("kv-memory", "BYTES"), ("listen", "HOST:PORT"), ("script", "JSON")):
+        assert f"--{name} {takes} " in told
+    assert "cpu or cuda. [default: cpu]" in told and "usage: stepfence worker [OPTIONS]" in told
 
 
 async def test_wrong_environment_exits_2_and_injected_variables_are_ignored() -> None:

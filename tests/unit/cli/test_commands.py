@@ -257,14 +257,18 @@ def test_worker_flags_reach_the_worker_untouched() -> None:
     answer = _run("worker", "--no-such-flag", "1")
     assert answer.returncode == 2
     assert "--no-such-flag" in answer.stderr
-    assert _run("worker", "--bogus").stderr == "stepfence worker: --bogus: unknown setting; see --help\n"
+    assert (
+        _run("worker", "--bogus").stderr
+        == "stepfence worker: --bogus: unknown setting; see `stepfence worker --help`\n"
+    )
 
 
 def test_the_workers_section_of_the_file_fills_in_what_flags_and_environment_leave_open(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text("[worker]\nnum_blocks = 9\ndevice = 'cuda'\nlisten = 'a:1'\nscript = {step_seconds = 0.5}\n")
     environ = {"STEPFENCE_DEVICE": "cpu", "STEPFENCE_CONFIG": "/not/this/one.toml"}
-    expected = ["--listen=b:2", "--num-blocks", "9", "--script", '{"step_seconds": 0.5}']
+    from_file = ["--num-blocks", "9", "--script", '{"step_seconds": 0.5}']
+    expected = ["--listen=b:2", "--from-file", str(file), *from_file]
     for config in (["--config", str(file)], [f"--config={file}"]):
         assert with_file_settings([*config, "--listen=b:2"], environ) == expected
     assert with_file_settings(["--listen=b:2"], {**environ, "STEPFENCE_CONFIG": str(file)}) == expected

@@ -19,7 +19,7 @@ from scheduler_svc.retired_settings import REPLACEMENTS, WORKER_SETTINGS
 from worker_svc import fetch_model
 from worker_svc.config import REPLACEMENTS as WORKER_REPLACEMENTS
 from worker_svc.config import SettingsError as WorkerSettingsError
-from worker_svc.config import WorkerSettings
+from worker_svc.config import WorkerSettings, flag
 
 ROOT = Path(__file__).parents[3]
 # Name and value of each line of .env.example that sets something, or would without its #.
@@ -102,7 +102,7 @@ def test_every_problem_is_told_with_its_origin(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(SettingsError) as error:
         SchedulerSettings.load({"policy": "lifo"}, path)
     told = _problems(error)
-    assert "block_size (in the environment)" in told
+    assert "STEPFENCE_BLOCK_SIZE (in the environment): " in told
     assert f"watermark (in {path})" in told
     assert "policy (on the command line)" in told and "'lifo'" in told
 
@@ -196,7 +196,7 @@ def test_times_are_finite(name: str, value: str) -> None:
     if name == "drain_deadline_s":
         with pytest.raises(SettingsError, match=name):
             FrontendSettings.load({name: value})
-        with pytest.raises(WorkerSettingsError, match=name):
+        with pytest.raises(WorkerSettingsError, match=flag(name)):
             WorkerSettings.load({name: value})
 
 
@@ -219,7 +219,7 @@ def test_numbers_stay_within_what_messages_and_machines_hold(name: str, value: s
     with pytest.raises(SettingsError, match=name):
         UpSettings.load({name: value})
     if name in WorkerSettings.model_fields:
-        with pytest.raises(WorkerSettingsError, match=name):
+        with pytest.raises(WorkerSettingsError, match=flag(name)):
             WorkerSettings.load({name: value})
 
 
@@ -307,7 +307,7 @@ def test_up_reads_the_script_of_the_environment(monkeypatch: pytest.MonkeyPatch)
     ("name", "value", "told"),
     [
         ("kv_memory", "much", "like 512MiB"),
-        ("kv_memory", "1TB", "like 512MiB"),
+        ("kv_memory", "1XB", "like 512MiB"),
         ("gpu_memory_utilization", "1.5", "less than or equal to 1"),
         ("num_blocks", "1", "at least 2: block 0"),
         ("device", "tpu", "'cpu' or 'cuda'"),

@@ -10,7 +10,7 @@ import pytest
 
 from scheduler_svc.config import FrontendSettings, SchedulerSettings
 from worker_svc import logs
-from worker_svc.config import OTHER_SETTINGS, REPLACEMENTS, SettingsError, WorkerSettings
+from worker_svc.config import OTHER_SETTINGS, REPLACEMENTS, FileSettings, SettingsError, WorkerSettings
 from worker_svc.server import checked_options, server_options
 
 
@@ -23,7 +23,17 @@ def test_flags_come_before_the_environment_and_that_before_defaults(monkeypatch:
 
 
 @pytest.mark.parametrize(
-    "text, value", [("1GiB", 2**30), ("512 MiB", 2**29), ("2gb", 2 * 10**9), ("123", 123), ("none", None), (77, 77)]
+    "text, value",
+    [
+        ("1GiB", 2**30),
+        ("512 MiB", 2**29),
+        ("2gb", 2 * 10**9),
+        ("1.5TiB", 3 * 2**39),
+        ("99TB", 99 * 10**12),
+        ("123", 123),
+        ("none", None),
+        (77, 77),
+    ],
 )
 def test_memory_may_be_written_with_a_unit(text: object, value: int | None) -> None:
     assert WorkerSettings.load({"kv_memory": text}).kv_memory == value
@@ -33,20 +43,51 @@ def test_memory_may_be_written_with_a_unit(text: object, value: int | None) -> N
     "flags, said",
     [
         ({"kv_memory": "1 lot"}, "512MiB"),
-        ({"kv_memory": "0"}, "kv_memory"),
+        ({"kv_memory": "0"}, "--kv-memory: "),
         ({"listen": "localhost"}, "HOST:PORT"),
         ({"listen": "::1:50061"}, "brackets"),
         ({"listen": "a:70000"}, "HOST:PORT"),
-        ({"num_blocks": "0"}, "num_blocks"),
-        ({"gpu_memory_utilization": "1.5"}, "gpu_memory_utilization"),
+        ({"num_blocks": "0"}, "--num-blocks: "),
+        ({"gpu_memory_utilization": "1.5"}, "--gpu-memory-utilization: "),
         ({"script": "{}"}, "runner"),
-        ({"runner": "scripted", "script": '{"eos": 1}'}, "script.eos"),
+        ({"runner": "scripted", "script": '{"eos": 1}'}, "--script: eos: "),
         ({"device": "tpu"}, "cpu"),
     ],
 )
 def test_wrong_values_are_named_with_what_is_expected(flags: dict[str, object], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         WorkerSettings.load(flags)
+
+
+def test_a_wrong_value_is_called_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPFENCE_KV_MEMORY", "99XB")
+    file = FileSettings("/etc/stepfence.toml", {"num_blocks": "1", "dtype": "int8", "threads": "3"})
+    with pytest.raises(SettingsError) as error:
+        WorkerSettings.load({"dtype": "int4"}, file)
+    kv_memory, num_blocks, dtype = sorted(str(error.value).splitlines(), key=lambda line: "STEPFENCE" not in line)
+    assert kv_memory.startswith("STEPFENCE_KV_MEMORY (in the environment): must be a number of bytes")
+    assert {num_blocks.split(": ")[0], dtype.split(": ")[0]} == {
+        "[worker] num_blocks (in /etc/stepfence.toml)",
+        "--dtype",
+    }
+    monkeypatch.setenv("STEPFENCE_KV_MEMORY", "1GiB")
+    settings = WorkerSettings.load({"num_blocks": "5", "dtype": "auto"}, file)
+    assert (settings.num_blocks, settings.threads, settings.dtype) == (5, 3, "auto")
+
+
+@pytest.mark.parametrize("number", ["Infinity", "-Infinity", "NaN", "1e300"])
+@pytest.mark.parametrize(
+    "field, script",
+    [
+        ("load_delay_s", '{{"load_delay_s": {}}}'),
+        ("delay_ms", '{{"delay_ms": {}}}'),
+        ("jitter_ms", '{{"jitter_ms": {}}}'),
+        ("seconds", '{{"faults": [{{"kind": "stall", "at_step": 1, "seconds": {}}}]}}'),
+    ],
+)
+def test_a_script_takes_no_time_that_never_ends(field: str, script: str, number: str) -> None:
+    with pytest.raises(SettingsError, match=rf"--script: (faults\.0\.)?{field}: "):
+        WorkerSettings.load({"runner": "scripted", "script": script.format(number)})
 
 
 def test_a_script_comes_from_the_environment_as_it_would_from_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +154,6 @@ def test_facts_are_in_the_log_line(log_format: str) -> None:
 
 
 def test_a_pool_needs_a_block_beside_the_null_block() -> None:
-    with pytest.raises(SettingsError, match=r"num_blocks \(on the command line\): must be at least 2: block 0"):
+    with pytest.raises(SettingsError, match=r"--num-blocks: must be at least 2: block 0"):
         WorkerSettings.load({"num_blocks": "1"})
     assert WorkerSettings.load({"num_blocks": "2"}).num_blocks == 2
