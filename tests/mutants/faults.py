@@ -227,6 +227,12 @@ FAULTS: tuple[Fault, ...] = (
         "for block in table:",
     ),
     Fault(
+        "a reset leaves the digests of parked blocks",
+        "kv/block_pool.py",
+        "        self.index.clear()\n",
+        "        for block in self._cached:\n            self.index.remove(block)\n",
+    ),
+    Fault(
         "an empty answer leaves its block published",
         "settlement.py",
         "if expected and not row:",
@@ -268,6 +274,12 @@ FAULTS: tuple[Fault, ...] = (
         "settlement.py",
         "if record is None or record.step_seq != event.step_seq:",
         "if record is None:",
+    ),
+    Fault(
+        "a row that must yield a token may yield none",
+        "settlement.py",
+        "least=1 if state.config.refuse_empty_rows else 0",
+        "least=0",
     ),
     Fault(
         "a request resumes while its results are in flight",
@@ -313,6 +325,18 @@ FAULTS: tuple[Fault, ...] = (
         "and state.blocks_needed(request) <= other.kv.num_usable",
         "",
     ),
+    Fault(
+        "a draining rank takes nobody back",
+        "scheduler.py",
+        "(not rank.is_draining or bool(rank.returning))",
+        "not rank.is_draining",
+    ),
+    Fault(
+        "an empty rank leaves a suspect to the one that waits for it",
+        "admission.py",
+        "        if keeper is not None:\n            keeper.reserved_for = None\n        return False",
+        "        return keeper is not None",
+    ),
     Fault("suspects run beside others", "request.py", "return self.fruitless_epochs >= 2 and", "return False and"),
     Fault(
         "every lost epoch is held against a request",
@@ -328,6 +352,12 @@ FAULTS: tuple[Fault, ...] = (
         "settlement.py",
         "    for request in touched:\n        request.awaited = request.awaited_drafts = 0\n",
         "",
+    ),
+    Fault(
+        "time lost with a worker counts from when it is noticed",
+        "lifecycle.py",
+        'max(rank.quiet_since, victim.run_since) if cause == "rank_lost" else state.now',
+        "state.now",
     ),
     Fault(
         "a deadline passes one tick late",
