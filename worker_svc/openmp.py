@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import Final
 
-# Rounds of a loop of some nanoseconds each. GNU's library takes 300,000 by itself, so that a team of which one thread
-# has lost its core burns the others' while it waits, and keeps that core taken. Measured: docs/benchmarks-cpu.md.
-SPIN_COUNT: Final = 1000
+# Rounds of GNU's waiting loop, which takes 300,000 by itself: a team of which one thread has lost its core then burns
+# the other cores while it waits, at every one of some 200 places of a step. Measured: docs/benchmarks-cpu.md.
+SPIN_COUNT: Final = 2000
 # Who sets one of these has decided.
 SET_BY_PEOPLE: Final = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
