@@ -106,11 +106,11 @@ def check_start(*, kv_memory: int | None, num_blocks: int | None) -> None:
 
 
 def _gib(num_bytes: int) -> str:
-    """Readable, in units of 1024, to three digits."""
+    """Readable, in units of 1024, to four digits: two numbers that differ a little should not look alike."""
     size, unit = num_bytes / 2**20, "MiB"
     if size >= 1024:
         size, unit = size / 2**10, "GiB"
-    return f"{size:.0f} {unit}" if size >= 100 else f"{size:.3g} {unit}"
+    return f"{size:.4g} {unit}"
 
 
 def _physical(root: Path) -> Iterator[MemoryLimit]:

@@ -205,5 +205,5 @@ def test_blocks_that_do_not_fit_at_the_schedulers_block_size_are_refused_at_open
     # 768 bytes a token: 7.3 MiB in blocks of 1, 117 MiB in blocks of 16.
     runner = load_runner(tiny_llama(), tmp_path, num_blocks=10_000)
     assert runner.open(Geometry(1, 8, 64, 128, 2)) == 10_000
-    with pytest.raises(ValueError, match=r"117 MiB of KV cache \(num_blocks = 10000 of 16 tokens\)"):
+    with pytest.raises(ValueError, match=r"117\.2 MiB of KV cache \(num_blocks = 10000 of 16 tokens\)"):
         runner.open(Geometry(16, 8, 64, 128, 2))
