@@ -157,7 +157,7 @@ async def test_a_model_that_does_not_fit_is_refused_with_the_limit_before_torch_
         assert await worker.end() == 1
         line = json.loads(worker.lines[-1])
         assert (line["level"], line["message"]) == ("error", "the model could not be loaded")
-        assert "not enough memory: 1 GiB of KV cache" in line["cause"] and "286 MiB (of a test)" in line["cause"]
+        assert "not enough memory: 1 GiB of KV cache" in line["cause"] and "286.1 MiB (of a test)" in line["cause"]
     async with _started(*_serve(), before=small) as worker:
         await worker.line_with("ready")
 
