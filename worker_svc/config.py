@@ -202,7 +202,7 @@ class WorkerSettings(BaseSettings):
         None, description="Longest sequence in tokens, prompt and output; none = the model's (scripted: 8192)."
     )
     threads: OptionalThreads = Field(
-        None, description="Threads to compute with; none = as many as there are cores, up to 8."
+        None, description="Threads to compute with; none = as many as the cores it may use, up to 8."
     )
     drain_deadline_s: float = Field(
         30.0,

@@ -8,12 +8,13 @@ serves, and is killed under load without a word of its own; hence the arithmetic
 from __future__ import annotations
 
 import logging
-import re
 import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from worker_svc import control_groups
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +25,6 @@ DEFAULT_CPU_KV_BYTES: Final = 1 << 30
 ALLOWANCE_BYTES: Final = 512 << 20
 # Above this share of the limit a worker starts with a warning.
 _WARNED_SHARE: Final = 0.9
-# What mountinfo writes for a space and the like.
-_OCTAL: Final = re.compile(r"\\([0-7]{3})")
 
 
 class NotEnoughMemory(ValueError):
@@ -114,69 +113,13 @@ def _gib(num_bytes: int) -> str:
 
 
 def _physical(root: Path) -> Iterator[MemoryLimit]:
-    for line in _lines(root / "proc/meminfo"):
+    for line in control_groups.lines(root / "proc/meminfo"):
         name, _, value = line.partition(":")
         if name == "MemTotal" and (kib := value.split()[:1]) and kib[0].isdecimal():
             yield MemoryLimit(int(kib[0]) * 1024, "the memory of this machine: MemTotal in /proc/meminfo")
 
 
 def _control_groups(root: Path) -> Iterator[MemoryLimit]:
-    """Limits of this process's cgroup and those above it, in each hierarchy that counts memory."""
-    paths = _own_cgroups(root)
-    for mount in _cgroup_mounts(root):
-        path = paths.get(mount.controller)
-        if path is None:
-            continue
-        # Inside a container the mount often shows the container's own cgroup as its root, while the path may still be
-        # the host's: then only the mount itself can be seen.
-        shown = Path(path).relative_to(mount.root) if Path(path).is_relative_to(mount.root) else Path()
-        for directory in (shown, *shown.parents):
-            file = Path(mount.point) / directory / mount.file
-            for line in _lines(root / str(file).lstrip("/")):
-                if line.strip().isdecimal():
-                    yield MemoryLimit(int(line), f"the limit of its container or control group: {file}")
-
-
-@dataclass(frozen=True, slots=True)
-class _CgroupMount:
-    """A mounted hierarchy: where, which of its directories is seen there, and the name of the limit's file."""
-
-    point: str
-    root: str
-    controller: str
-    file: str
-
-
-def _cgroup_mounts(root: Path) -> Iterator[_CgroupMount]:
-    # id parent major:minor root point options [optional ...] - type source options (proc_pid_mountinfo(5))
-    for line in _lines(root / "proc/self/mountinfo"):
-        mounted, separator, kind = line.partition(" - ")
-        fields, types = mounted.split(), kind.split()
-        if not separator or len(fields) < 5 or len(types) < 3:
-            continue
-        shown, point = (_OCTAL.sub(lambda found: chr(int(found[1], 8)), field) for field in fields[3:5])
-        if types[0] == "cgroup2":
-            yield _CgroupMount(point, shown, "", "memory.max")
-        elif types[0] == "cgroup" and "memory" in types[2].split(","):
-            yield _CgroupMount(point, shown, "memory", "memory.limit_in_bytes")
-
-
-def _own_cgroups(root: Path) -> dict[str, str]:
-    """Paths by controller, "" for version 2: lines of hierarchy:controllers:path (cgroups(7))."""
-    paths = {}
-    for line in _lines(root / "proc/self/cgroup"):
-        hierarchy, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if hierarchy == "0" and not controllers:
-            paths[""] = path
-        elif "memory" in controllers.split(","):
-            paths["memory"] = path
-    return paths
-
-
-def _lines(path: Path) -> list[str]:
-    """Nothing where there is no such file, or none that may be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
+    for file, text in control_groups.settings(root, "memory", "memory.max", "memory.limit_in_bytes"):
+        if text.isdecimal():
+            yield MemoryLimit(int(text), f"the limit of its container or control group: {file}")

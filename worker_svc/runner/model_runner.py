@@ -4,7 +4,6 @@ thread."""
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from worker_svc import memory
 from worker_svc.attention.base import AttentionBackend, RaggedBatch
 from worker_svc.attention.cpu import SdpaAttention
+from worker_svc.cores import num_usable_cores
 from worker_svc.kv_cache import KvCache, KvShape
 from worker_svc.models.config import ModelConfig, read_model_config
 from worker_svc.models.llama import ForwardInput, Llama, num_weights
@@ -104,7 +104,7 @@ class ModelRunner:
         CPU's memory holds) or FetchFailed."""
         device = _device(settings.device)
         dtype = resolve_dtype(settings.dtype, device)
-        threads = settings.threads or min(os.cpu_count() or 1, _MAX_THREADS)
+        threads = settings.threads or min(num_usable_cores(), _MAX_THREADS)
         torch.set_num_threads(threads)
         directory = locate_model(settings.model)
         budget = _KvBudget(settings.num_blocks, settings.kv_memory, settings.gpu_memory_utilization)
