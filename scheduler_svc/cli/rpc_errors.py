@@ -95,7 +95,8 @@ def explain(error: Any, target: str, server: str = FRONT_END) -> CallFailure:
     advice = _ADVICE.get(reason, "")
     if code is grpc.StatusCode.UNAVAILABLE and not reason:
         advice = (
-            f"is anything listening at {target}? Start it with `stepfence up`, or name another address with --target"
+            f"is anything listening at {target}? Start it with `stepfence up`, or name another address with --target "
+            "(with Compose, the scheduler answers in its container only: docker compose exec scheduler stepfence ...)"
         )
     if code is grpc.StatusCode.UNIMPLEMENTED and not reason:
         advice = f"that address is not a {server} {_WHERE}"

@@ -122,9 +122,16 @@ def _names(ranks: Sequence[pb.RankStatus]) -> list[str]:
     """Addresses and, beside them, host names, where there are any; all equally long."""
     columns = [[rank.rank for rank in ranks]]
     if any(rank.host for rank in ranks):
-        columns.append([rank.host or "-" for rank in ranks])
+        columns.append([_host(rank) for rank in ranks])
     padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
     return ["  ".join(cells) for cells in zip(*padded, strict=True)]
+
+
+def _host(rank: pb.RankStatus) -> str:
+    """The worker's host; while none is there, the one that was there last."""
+    if rank.host and rank.state not in ("up", "draining"):
+        return f"(was {rank.host})"
+    return rank.host or "-"
 
 
 def _print_audit(audit: pb.AuditKvResponse) -> None:

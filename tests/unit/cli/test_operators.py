@@ -115,9 +115,9 @@ def test_status_names_hosts_beside_addresses_in_columns() -> None:
         admin.RankStatus(rank="172.18.0.12:50061", host="ba9876543210", state="lost", cause="no answer", epoch=2),
         admin.RankStatus(rank="10.0.0.1:1", state="connecting"),
     ) == [
-        "worker 172.18.0.5:50061   0123456789ab  up",
-        "worker 172.18.0.12:50061  ba9876543210  lost (no answer)",
-        "worker 10.0.0.1:1         -             connecting",
+        "worker 172.18.0.5:50061   0123456789ab        up",
+        "worker 172.18.0.12:50061  (was ba9876543210)  lost (no answer)",
+        "worker 10.0.0.1:1         -                   connecting",
     ]
 
 
