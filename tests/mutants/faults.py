@@ -104,7 +104,26 @@ FAULTS: tuple[Fault, ...] = (
         "state.queue.prepend(victim)",
         "state.queue.append(victim)",
     ),
-    Fault("self-preemption does not end the step", "running.py", "_END_OF_WALK = -1", "_END_OF_WALK = 0"),
+    Fault("every skip ends the walk", "running.py", "_END_OF_WALK = -1", "_END_OF_WALK = 0"),
+    Fault(
+        "self-preemption does not end the step",
+        "running.py",
+        "return 0 if request.status is Status.RUNNING else _END_OF_WALK",
+        "return 0",
+    ),
+    Fault(
+        "watermark without the null block",
+        "kv/manager.py",
+        "int(watermark * num_blocks)",
+        "int(watermark * (num_blocks - 1))",
+    ),
+    Fault(
+        "only the first EOS id stops",
+        "request.py",
+        "frozenset((*event.eos_token_ids, *event.stop_token_ids))",
+        "frozenset((*event.eos_token_ids[:1], *event.stop_token_ids))",
+    ),
+    Fault("passes are never given back", "admission.py", "request.num_passes = 0", "pass"),
     Fault(
         "a step that preempts admits somebody",
         "scheduler.py",

@@ -48,42 +48,44 @@ def world(
     return SmallWorld(config, num_usable + 1, tuple(kinds), max_requests, max_faults)
 
 
-def explore(worlds: list[SmallWorld]) -> Count:
+def explore(worlds: list[SmallWorld], capsys: pytest.CaptureFixture[str]) -> Count:
+    """Search them all; the counts are shown whatever pytest captures."""
     total, started = Count(), perf_counter()
     for one in worlds:
         total.add(Search(one).run())
-    print(
-        f"{perf_counter() - started:.0f} s: {total.states:,} states, {total.transitions:,} moves, "
-        f"{total.idle_states:,} idle states, {len(worlds)} worlds"
-    )
+    with capsys.disabled():
+        print(
+            f"\n{perf_counter() - started:.0f} s: {total.states:,} states, {total.transitions:,} moves, "
+            f"{total.idle_states:,} idle states, {len(worlds)} worlds"
+        )
     return total
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("policy", Policy)
-def test_two_requests_of_any_kind_always_end(policy: Policy) -> None:
+def test_two_requests_of_any_kind_always_end(policy: Policy, capsys: pytest.CaptureFixture[str]) -> None:
     """Two requests, prompts and max_tokens 1 to 4, any pool that can hold one of them, two steps in flight."""
     worlds = [world(policy=policy, num_usable=n, depth=2, max_requests=2) for n in range(1, 7)]
-    assert explore(worlds).states > 10_000
+    assert explore(worlds, capsys).states > 10_000
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("policy", Policy)
-def test_three_small_requests_always_end(policy: Policy) -> None:
+def test_three_small_requests_always_end(policy: Policy, capsys: pytest.CaptureFixture[str]) -> None:
     """Three requests, prompts 1 to 3, max_tokens 1 and 2, two steps in flight; pools of 2 to 4 blocks under FCFS, of 3
     under priority."""
     pools = (2, 3, 4) if policy is Policy.FCFS else (3,)
     worlds = [world(policy=policy, num_usable=n, depth=2, max_tokens=2, prompts=range(1, 4)) for n in pools]
-    assert explore(worlds).states > 10_000
+    assert explore(worlds, capsys).states > 10_000
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("policy", Policy)
-def test_two_requests_always_end_although_the_rank_is_lost(policy: Policy) -> None:
-    """Two requests, prompts 1 to 3, max_tokens 1 to 3, two faults (rank lost, or cache reset with requests running)."""
+def test_two_requests_always_end_although_the_rank_is_lost(policy: Policy, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two requests, prompts 1 to 3, max_tokens 1 and 2, two faults (rank lost, or reset while requests run)."""
     fewest = range(1, 4) if policy is Policy.FCFS else range(2, 4)
     worlds = [world(policy=policy, num_usable=3, depth=2, max_requests=2, max_faults=2, max_tokens=2, prompts=fewest)]
-    assert explore(worlds).states > 10_000
+    assert explore(worlds, capsys).states > 10_000
 
 
 def test_a_copy_of_a_state_lives_on_its_own() -> None:
@@ -120,17 +122,21 @@ def test_a_search_finds_a_way_back_to_where_it_was() -> None:
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("num_usable", range(1, 7))
 @pytest.mark.parametrize("policy", Policy)
-def test_three_requests_of_any_kind_always_end(policy: Policy, num_usable: int, caching: bool) -> None:
+def test_three_requests_of_any_kind_always_end(
+    policy: Policy, num_usable: int, caching: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The full bounds: three requests, prompts and max_tokens 1 to 4. A window of two contains one of one: to plan
     ahead is a move like any other."""
     full = world(policy=policy, num_usable=num_usable, depth=2, enable_prefix_caching=caching)
-    assert explore([full]).idle_states > 0
+    assert explore([full], capsys).idle_states > 0
 
 
 @pytest.mark.long
 @pytest.mark.timeout(14_400)
 @pytest.mark.parametrize("policy", Policy)
-def test_three_requests_always_end_with_the_settings_of_the_reference(policy: Policy) -> None:
+def test_three_requests_always_end_with_the_settings_of_the_reference(
+    policy: Policy, capsys: pytest.CaptureFixture[str]
+) -> None:
     worlds = [
         world(
             policy=policy,
@@ -143,4 +149,4 @@ def test_three_requests_always_end_with_the_settings_of_the_reference(policy: Po
         )
         for num_usable in (2, 3, 4)
     ]
-    assert explore(worlds).idle_states > 0
+    assert explore(worlds, capsys).idle_states > 0

@@ -224,6 +224,25 @@ def test_f15_a_block_with_new_content_loses_its_digest(base: SchedulerConfig) ->
 
 
 @BOTH
+def test_f15_a_digest_stands_for_every_token_and_for_everything_before(base: SchedulerConfig) -> None:
+    world = World(base, num_blocks=20)
+    first, second, other, end = [1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [13]
+    for name, prompt in (("a", first + second), ("b", other + other)):
+        world.submit(name, prompt + end, 1)
+        world.run()
+    for name, prompt, hit in (
+        ("same", first + second, 8),
+        ("last token of the second", [*first, 5, 6, 7, 99], 4),
+        ("first token of the second", [*first, 99, 6, 7, 8], 4),
+        ("another block before it", other + second, 4),
+        ("last token of the first", [1, 2, 3, 99, *second], 0),
+    ):
+        client = world.submit(name, prompt + end, 1)
+        world.run()
+        assert cached(client) == hit, name
+
+
+@BOTH
 def test_f18_a_duplicate_id_is_refused_and_an_old_result_never_lands_in_a_new_request(base: SchedulerConfig) -> None:
     world = World(base)
     first = world.submit("same", 5, 6)
@@ -300,7 +319,7 @@ def test_f22_half_finished_work_does_not_ping_pong(depth: int) -> None:
 @DEPTHS
 @pytest.mark.parametrize(
     "prompt, max_tokens, tokens",
-    [(112, 16, 16), (113, 15, 15), (127, 1, 1), (127, 8, 1), (1, 127, 127), (8, 0, 120), (120, 8, 8)],
+    [(112, 16, 16), (113, 15, 15), (127, 1, 1), (127, 8, 1), (1, 127, 127), (8, 0, 120), (120, 8, 8), (20, 5, 5)],
 )
 def test_f23_limits_are_exact(base: SchedulerConfig, depth: int, prompt: int, max_tokens: int, tokens: int) -> None:
     world = World(replace(base, max_num_batched_tokens=128, max_inflight_steps=depth))
@@ -319,11 +338,12 @@ def test_f23_a_prompt_that_leaves_no_room_is_refused() -> None:
 
 @BOTH
 @pytest.mark.parametrize("disturb", [False, True])
-def test_f24_no_stop_before_min_tokens_and_at_once_after(base: SchedulerConfig, disturb: bool) -> None:
-    """The worker wants EOS always and masks it below min_tokens, by the index of the output, not by counting steps."""
-    eos = 9
+@pytest.mark.parametrize("eos", [9, 8])
+def test_f24_no_stop_before_min_tokens_and_at_once_after(base: SchedulerConfig, disturb: bool, eos: int) -> None:
+    """The worker wants EOS always and masks it below min_tokens, by the index of the output, not by counting steps.
+    Every EOS id stops."""
     world = World(base, sampler=lambda prefix, index: eos if index >= 4 else 100 + index)
-    client = world.submit("a", 5, 20, min_tokens=4, eos_token_ids=(eos, 8))
+    client = world.submit("a", 5, 20, min_tokens=4, eos_token_ids=(9, 8))
     if disturb:
         while len(client.tokens) < 3:
             world.turn()
@@ -334,11 +354,12 @@ def test_f24_no_stop_before_min_tokens_and_at_once_after(base: SchedulerConfig, 
 
 
 @BOTH
-def test_f24_a_stop_id_below_min_tokens_stops_nothing(base: SchedulerConfig) -> None:
-    world = World(base, sampler=lambda prefix, index: 9)
-    client = world.submit("a", 5, 20, min_tokens=4, stop_token_ids=(9,))
+@pytest.mark.parametrize("stop", [9, 7])
+def test_f24_a_stop_id_below_min_tokens_stops_nothing(base: SchedulerConfig, stop: int) -> None:
+    world = World(base, sampler=lambda prefix, index: stop)
+    client = world.submit("a", 5, 20, min_tokens=4, stop_token_ids=(9, 7))
     world.run()
-    assert client.tokens == [9, 9, 9, 9]
+    assert client.tokens == [stop] * 4
 
 
 # --- B: preemption, policy, steps in flight -----------------------------------------------------------------------

@@ -125,6 +125,24 @@ def test_fcfs_serves_the_skipped_lane_first() -> None:
     assert drained(queue) == ["a", "b", "d", "c"]
 
 
+def test_who_is_put_aside_again_stays_ahead_of_those_behind() -> None:
+    """A walk that ended at the first of the skipped lane: it keeps its place, and who was met after it comes next."""
+    queue = WaitingQueue(Policy.FCFS)
+    a, b, c = (request(name) for name in "abc")
+    for r in (a, b, c):
+        queue.append(r)
+    for r in (a, b):
+        queue.remove(r)
+    queue.put_aside([a, b])
+    queue.remove(a)
+    queue.put_aside([a])
+    assert names(queue.skipped) == ["a", "b"]
+    queue.remove(a)
+    queue.remove(c)
+    queue.put_aside([a, c])
+    assert names(queue.skipped) == ["a", "c", "b"]
+
+
 def test_priority_serves_whichever_head_is_smaller() -> None:
     queue = WaitingQueue(Policy.PRIORITY)
     skipped = [request("s1", priority=1, arrival=1.0), request("s3", priority=3, arrival=0.0)]

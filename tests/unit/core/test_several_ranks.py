@@ -64,6 +64,22 @@ def test_a_request_is_passed_over_twice_at_most() -> None:
     assert world.running("r0") == ["a"]
 
 
+def test_an_admission_gives_the_passes_back() -> None:
+    """Whoever is preempted may be left to a rank with a longer prefix as often as a new request."""
+    world = World(CONFIG, ranks={"r0": 20, "r1": 20})
+    prompt = list(range(12))
+    warm(world, "r1", prompt)
+    world.submit("a", [*prompt, 50], 9)
+    assert [world.schedule("r0"), world.schedule("r0")] == [None, None]
+    world.step("r0")
+    assert world.running("r0") == ["a"]
+    world.lose("r0")
+    world.join("r0", 20)
+    assert world.schedule("r0") is None and reason(world, "a") is SkipReason.PASSED_OVER
+    world.run()
+    world.check_texts()
+
+
 def test_equal_prefixes_pass_nobody_over() -> None:
     world = World(CONFIG, ranks={"r0": 20, "r1": 20})
     prompt = list(range(12))

@@ -252,19 +252,21 @@ def test_trap_16_blocks_are_published_when_scheduled() -> None:
 
 
 def test_trap_17_digests_of_a_withdrawn_row_are_forgotten() -> None:
+    """The row that is taken back would have filled two blocks and begun a third: hi takes only that one, so the two
+    keep whatever digest they are left with."""
     config = replace(
-        REFERENCE, policy=Policy.PRIORITY, scheduler_reserve_full_isl=False, long_prefill_token_threshold=4
+        REFERENCE, policy=Policy.PRIORITY, scheduler_reserve_full_isl=False, long_prefill_token_threshold=7
     )
-    w = world(config, 4)
-    low = w.submit("low", 13, 4, priority=9)
+    w = world(config, 7)
+    low = w.submit("low", 22, 4, priority=9)
     w.step()
     w.submit("hi", 4, 4, priority=0)
-    w.step()
-    assert w.free() == 1
+    assert rows(w, w.step()) == [("low", 7), ("hi", 4)]
+    assert w.free() == 2
     output = w.step()
     assert preempted(output) == ["low"] and rows(w, output) == [("hi", 1)]
     hits = w.rank().kv.find_hits(w.request("low"))
-    assert len(hits) == 2, "the third block was to be computed in the step that took it back"
+    assert len(hits) == 3, "the fourth and fifth were to be computed in the step that took them back"
     w.submit("same", low.prompt, 4, priority=1)
     w.run()
     w.check_texts()
@@ -315,6 +317,17 @@ def test_trap_21_the_fence_is_the_newest_step() -> None:
     assert (w.free(), len(w.rank().kv.parked)) == (2, 1)
     w.ack()
     assert (w.free(), len(w.rank().kv.parked)) == (5, 0)
+
+
+def test_trap_21_the_fence_is_the_newest_step_not_the_last_of_its_own() -> None:
+    w = world(replace(PLAIN, fence=Fence.ALWAYS, max_inflight_steps=3), 8)
+    w.submit("a", 8, 1)
+    w.submit("b", 4, 9)
+    assert rows(w, w.schedule()) == [("a", 8), ("b", 4)]
+    assert rows(w, w.schedule()) == [("b", 1)], "a's only token is on its way"
+    w.abort("a")
+    assert [free.fence for free in w.rank().kv.parked] == [2]
+    w.run()
 
 
 def test_trap_22_a_step_without_tokens_moves_no_fence() -> None:
@@ -587,9 +600,9 @@ def test_trap_37_the_watermark_does_not_hold_up_the_first_request() -> None:
 
 
 def test_trap_38_the_watermark_counts_the_null_block() -> None:
-    """int(0.2 * 11) = 2 of 10 usable blocks stay free while something runs."""
-    for length, admitted in ((28, True), (29, False)):
-        w = world(replace(PLAIN, watermark=0.2), 10)
+    """int(0.28 * 11) = 3 of 10 usable blocks stay free while something runs; without the null block it would be 2."""
+    for length, admitted in ((24, True), (25, False)):
+        w = world(replace(PLAIN, watermark=0.28), 10)
         w.submit("a", 2, 9)
         w.step()
         w.submit("b", length, 1)
