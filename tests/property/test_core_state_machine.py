@@ -35,12 +35,14 @@ def configurations(draw: st.DrawFn) -> SchedulerConfig:
         "long_prefill_token_threshold": draw(st.sampled_from((0, 0, 3))),
         "scheduler_reserve_full_isl": draw(st.booleans()),
         "watermark": draw(st.sampled_from((0.0, 0.2))),
-        "max_inflight_steps": draw(st.integers(1, 3)),
+        "max_inflight_steps": draw(st.integers(1, 4)),
         "num_speculative_tokens": num_drafts,
         "async_scheduling": num_drafts == 0,
         "prefill_schedule_interval": draw(st.sampled_from((1, 1, 3))),
         "max_queued_requests": draw(st.sampled_from((3, 1024))),
         "no_worker_grace_s": 5.0,
+        # Drafts proposed here, or by a rule below.
+        "internal_proposer": draw(st.booleans()),
     }
     if draw(st.booleans()):
         settings |= {
@@ -82,6 +84,8 @@ class CoreMachine(RuleBasedStateMachine):
         style=st.sampled_from((b"h", REPETITIVE, b"hs")),
         patience=st.sampled_from((None, None, None, 2.0)),
         awaits_grammar=st.sampled_from((False, False, False, True)),
+        eos=st.sets(st.integers(0, 7), max_size=1),
+        skips_cache=st.sampled_from((False, False, False, True)),
     )
     def arrive(
         self,
@@ -95,6 +99,8 @@ class CoreMachine(RuleBasedStateMachine):
         style: bytes,
         patience: float | None,
         awaits_grammar: bool,
+        eos: set[int],
+        skips_cache: bool,
     ) -> None:
         handle = self.next_handle
         self.next_handle += 1
@@ -105,6 +111,8 @@ class CoreMachine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             min_tokens=min(min_tokens, max_tokens),
             stop_token_ids=tuple(sorted(stops)),
+            eos_token_ids=tuple(sorted(eos)),
+            skip_prefix_cache=skips_cache,
             priority=priority if self.core.config.policy is Policy.PRIORITY else 0,
             sampling=style,
             cache_salt=style[1:].decode(),
@@ -193,6 +201,17 @@ class CoreMachine(RuleBasedStateMachine):
             kind, event = wrong[which % len(wrong)]
             self.core.deliver_wrong(name, event, kind)
 
+    @precondition(lambda self: self.core.config.num_speculative_tokens and not self.core.config.internal_proposer)
+    @precondition(lambda self: self.core.links)
+    @rule(pick=PICK, which=PICK, right=st.lists(st.booleans(), min_size=2, max_size=2))
+    def propose(self, pick: int, which: int, right: list[bool]) -> None:
+        name = self.rank(pick)
+        running = [r for r in self.core.scheduler.state.ranks[name].running if not r.awaited]
+        if running:
+            client = self.core.clients[running[which % len(running)].request_id]
+            drafts = [client.source.next_token() if is_right else 0 for is_right in right]
+            self.core.propose_drafts(name, {client.event.request_id: drafts})
+
     # --- operators ----------------------------------------------------------------------------------------------------
 
     @rule(state=st.sampled_from(PauseState))
@@ -202,6 +221,12 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(preempt_running=st.booleans())
     def reset(self, preempt_running: bool) -> None:
         self.core.reset_prefix_cache(preempt_running=preempt_running)
+
+    # Late, since nothing new is accepted afterwards.
+    @precondition(lambda self: self.next_handle > 8)
+    @rule()
+    def drain(self) -> None:
+        self.core.drain()
 
     def teardown(self) -> None:
         if hasattr(self, "core"):
