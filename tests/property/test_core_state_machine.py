@@ -201,8 +201,7 @@ class CoreMachine(RuleBasedStateMachine):
             kind, event = wrong[which % len(wrong)]
             self.core.deliver_wrong(name, event, kind)
 
-    @precondition(lambda self: self.core.config.num_speculative_tokens and not self.core.config.internal_proposer)
-    @precondition(lambda self: self.core.links)
+    @precondition(lambda self: self.awaits_drafts)
     @rule(pick=PICK, which=PICK, right=st.lists(st.booleans(), min_size=2, max_size=2))
     def propose(self, pick: int, which: int, right: list[bool]) -> None:
         name = self.rank(pick)
@@ -211,6 +210,12 @@ class CoreMachine(RuleBasedStateMachine):
             client = self.core.clients[running[which % len(running)].request_id]
             drafts = [client.source.next_token() if is_right else 0 for is_right in right]
             self.core.propose_drafts(name, {client.event.request_id: drafts})
+
+    @property
+    def awaits_drafts(self) -> bool:
+        """Whether drafts come from outside, and somebody runs who could take some."""
+        config = self.core.config
+        return config.num_speculative_tokens > 0 and not config.internal_proposer and bool(self.core.links)
 
     # --- operators ----------------------------------------------------------------------------------------------------
 
@@ -222,11 +227,12 @@ class CoreMachine(RuleBasedStateMachine):
     def reset(self, preempt_running: bool) -> None:
         self.core.reset_prefix_cache(preempt_running=preempt_running)
 
-    # Late, since nothing new is accepted afterwards.
+    # Late and seldom, since nothing new is accepted afterwards.
     @precondition(lambda self: self.next_handle > 8)
-    @rule()
-    def drain(self) -> None:
-        self.core.drain()
+    @rule(chance=st.integers(0, 3))
+    def drain(self, chance: int) -> None:
+        if chance == 3:
+            self.core.drain()
 
     def teardown(self) -> None:
         if hasattr(self, "core"):
