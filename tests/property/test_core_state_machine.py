@@ -163,10 +163,13 @@ class CoreMachine(RuleBasedStateMachine):
         return [name for name, link in self.core.links.items() if link.worker.num_waiting]
 
     @precondition(lambda self: self.busy())
-    @rule(pick=PICK, then_schedule=st.booleans())
-    def acknowledge(self, pick: int, then_schedule: bool) -> None:
+    @rule(pick=PICK, then_schedule=st.booleans(), right=st.lists(st.booleans(), min_size=2, max_size=2))
+    def acknowledge(self, pick: int, then_schedule: bool, right: list[bool]) -> None:
         busy = self.busy()
-        self.core.acknowledge(busy[pick % len(busy)])
+        name = busy[pick % len(busy)]
+        self.core.acknowledge(name)
+        if self.awaits_drafts:
+            self.propose(name, pick, right)
         if then_schedule:
             self.core.schedule_all()
 
@@ -201,10 +204,8 @@ class CoreMachine(RuleBasedStateMachine):
             kind, event = wrong[which % len(wrong)]
             self.core.deliver_wrong(name, event, kind)
 
-    @precondition(lambda self: self.awaits_drafts)
-    @rule(pick=PICK, which=PICK, right=st.lists(st.booleans(), min_size=2, max_size=2))
-    def propose(self, pick: int, which: int, right: list[bool]) -> None:
-        name = self.rank(pick)
+    def propose(self, name: str, which: int, right: list[bool]) -> None:
+        """Drafts from outside, some of them right, for somebody whose results are in."""
         running = [r for r in self.core.scheduler.state.ranks[name].running if not r.awaited]
         if running:
             client = self.core.clients[running[which % len(running)].request_id]
@@ -213,9 +214,8 @@ class CoreMachine(RuleBasedStateMachine):
 
     @property
     def awaits_drafts(self) -> bool:
-        """Whether drafts come from outside, and somebody runs who could take some."""
-        config = self.core.config
-        return config.num_speculative_tokens > 0 and not config.internal_proposer and bool(self.core.links)
+        """Whether drafts come from outside."""
+        return self.core.config.num_speculative_tokens > 0 and not self.core.config.internal_proposer
 
     # --- operators ----------------------------------------------------------------------------------------------------
 
