@@ -59,7 +59,7 @@ bench: $(DEV_STAMP) ## What scheduling costs, in seconds; no gates. Of the model
 	python -m tests.bench.scheduler_variants --steps 100
 
 sim: $(DEV_STAMP) ## Search a million random steps for a broken rule (docs/simulation.md), about ten minutes; then the protocol's.
-	$(BIN)/python -m scheduler_svc.simulation.core_simulation --steps 1000000 $(ARGS)
+	$(BIN)/python -m scheduler_svc.simulation.core_simulation --steps 1000000 --check every $(ARGS)
 	$(BIN)/python -m tests.simulation.search --steps 1000000
 
 sim-protocol: $(DEV_STAMP) ## A million steps of whole deployments under trouble (docs/simulation-protocol.md).
