@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,6 +22,9 @@ def pytest_configure() -> None:
     for name in list(os.environ):
         if name.startswith("STEPFENCE_") and name != "STEPFENCE_CACHE_DIR":
             del os.environ[name]
+    # Whoever starts the tests in the background of a shell lets them ignore Ctrl-C, and the processes they start, too.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # No proxy is between these processes.
     os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost,::1"
 
