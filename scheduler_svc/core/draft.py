@@ -77,8 +77,8 @@ class StepDraft:
     # --- changes --------------------------------------------------------------------------------------------------
 
     def add(self, request: Request, num_tokens: int) -> None:
-        """A row of so many tokens. The walk over running requests does these three lines itself: they are most of a
-        step's cost."""
+        """A row of so many tokens. The walk over running requests does the same itself, without a call for each row
+        (ADR 7)."""
         self.requests.append(request)
         self.num_tokens.append(num_tokens)
         self.budget -= num_tokens

@@ -132,14 +132,20 @@ def test_suspects_take_turns_so_that_the_innocent_one_survives() -> None:
     world.check_texts()
 
 
-def test_a_suspect_waits_until_its_rank_is_empty_while_nobody_else_comes_in() -> None:
+def suspect_beside_a_busy_rank(max_tokens: int = 6) -> World:
+    """`poison` waits, a suspect by two losses of r0, which is gone; r1 runs `busy`."""
     world = World(CONFIG, ranks={"r0": 20, "r1": 20})
-    world.submit("busy", 5, 6)
+    world.submit("busy", 5, max_tokens)
     world.schedule("r1")
     world.submit("poison", 5, 6)
     crash(world, "r0")
     crash(world, "r0")
     world.lose("r0")
+    return world
+
+
+def test_a_suspect_waits_until_its_rank_is_empty_while_nobody_else_comes_in() -> None:
+    world = suspect_beside_a_busy_rank()
     assert world.request("poison").is_suspect and world.running("r1") == ["busy"]
     world.submit("later", 5, 6)
     world.schedule("r1")
@@ -155,13 +161,7 @@ def test_a_suspect_waits_until_its_rank_is_empty_while_nobody_else_comes_in() ->
 
 
 def test_a_rank_reserved_for_a_suspect_is_given_up_when_the_suspect_ends() -> None:
-    world = World(CONFIG, ranks={"r0": 20, "r1": 20})
-    world.submit("busy", 5, 6)
-    world.schedule("r1")
-    world.submit("poison", 5, 6)
-    crash(world, "r0")
-    crash(world, "r0")
-    world.lose("r0")
+    world = suspect_beside_a_busy_rank()
     world.schedule("r1")
     assert world.rank("r1").reserved_for is not None
     world.abort("poison")
@@ -193,13 +193,7 @@ def test_another_rank_goes_on_while_one_is_reserved() -> None:
 
 
 def test_an_empty_rank_takes_a_suspect_that_another_one_kept_itself_free_for() -> None:
-    world = World(CONFIG, ranks={"r0": 20, "r1": 20})
-    world.submit("busy", 5, 30)
-    world.schedule("r1")
-    world.submit("poison", 5, 6)
-    crash(world, "r0")
-    crash(world, "r0")
-    world.lose("r0")
+    world = suspect_beside_a_busy_rank(30)
     world.schedule("r1")
     assert world.rank("r1").reserved_for is world.request("poison")
     world.join("r0", 20)
