@@ -27,6 +27,8 @@ from pydantic_settings import (
 )
 
 from scheduler_svc.retired_settings import REPLACEMENTS, WORKER_SETTINGS
+from scheduler_svc.rpc import cluster_secret
+from scheduler_svc.rpc.cluster_secret import ClusterSecret, SecretError
 
 ENV_PREFIX: Final = "STEPFENCE_"
 _MAX_NUM_SEQS: Final = 128
@@ -288,6 +290,9 @@ class SchedulerSettings(_Scheduling):
     worker: WorkerAddresses = Field(
         (), description="Worker HOST:PORT, or dns:///HOST:PORT for every address of a name; repeatable."
     )
+    cluster_secret_file: OptionalPath = Field(
+        None, description="File with the secret that all parts of a deployment share; none = no secret."
+    )
 
     @classmethod
     def sections(cls) -> tuple[tuple[str, Mapping[str, str]], ...]:
@@ -299,6 +304,9 @@ class FrontendSettings(_Settings):
 
     listen: Address = Field("127.0.0.1:50051", description="HOST:PORT to listen on for clients.")
     scheduler: Address = Field("127.0.0.1:50052", description="HOST:PORT of the scheduler.")
+    cluster_secret_file: OptionalPath = Field(
+        None, description="File with the secret that all parts of a deployment share; none = no secret."
+    )
     drain_deadline_s: Seconds = Field(
         30.0, ge=0, description="Seconds accepted requests may still take after a stop signal."
     )
@@ -324,6 +332,11 @@ class UpSettings(_Scheduling):
         "127.0.0.1:50061", description="HOST:PORT of the first worker; the others take the next ports."
     )
     workers: int = Field(1, ge=0, le=64, description="Worker processes to start.")
+    cluster_secret_file: OptionalPath = Field(
+        None,
+        description="File with the secret of scheduler, front end and workers, made when missing; none = this user's, "
+        "where `stepfence status` looks, too.",
+    )
     # Short by default, so that all parts have ended within 5 s of a Ctrl-C at a terminal.
     drain_deadline_s: Seconds = Field(2.5, ge=0, description="Seconds running requests may still take after Ctrl-C.")
     max_prompt_bytes: int = Field(
@@ -366,7 +379,7 @@ class UpSettings(_Scheduling):
 
     def scheduler_settings(self, listen: str, workers: tuple[str, ...]) -> SchedulerSettings:
         """The scheduler's part."""
-        shared = {name: getattr(self, name) for name in _Scheduling.model_fields}
+        shared = {name: getattr(self, name) for name in (*_Scheduling.model_fields, "cluster_secret_file")}
         return SchedulerSettings(listen=listen, worker=workers, **shared)
 
     def frontend_settings(self, listen: str, scheduler: str) -> FrontendSettings:
@@ -374,6 +387,7 @@ class UpSettings(_Scheduling):
         return FrontendSettings(
             listen=listen,
             scheduler=scheduler,
+            cluster_secret_file=self.cluster_secret_file,
             drain_deadline_s=self.drain_deadline_s,
             max_prompt_bytes=self.max_prompt_bytes,
             log_format=self.log_format,
@@ -386,6 +400,14 @@ SERVICES: Final[dict[str, frozenset[str]]] = {
     "worker": WORKER_SETTINGS,
     "up": frozenset(UpSettings.model_fields),
 }
+
+
+def read_secret(path: Path | None) -> ClusterSecret | None:
+    """The cluster secret in the file; None without a file. Raises SettingsError."""
+    try:
+        return None if path is None else cluster_secret.read(path)
+    except SecretError as error:
+        raise SettingsError(f"cluster_secret_file: {error}") from None
 
 
 def flag(name: str) -> str:

@@ -10,31 +10,14 @@ import grpc
 import grpc.aio
 
 from scheduler_svc.errors import LinkLost, LinkRefused, LinkRejected
-from scheduler_svc.grpc_options import MAX_MESSAGE_BYTES
-from scheduler_svc.rpc_status import reason_of
+from scheduler_svc.rpc import cluster_secret
+from scheduler_svc.rpc.channels import TO_WORKER, channel
+from scheduler_svc.rpc.cluster_secret import ClusterSecret
+from scheduler_svc.rpc.status import reason_of
 from scheduler_svc.worker_transport import StepStream, WorkerLink
 from stepfence.v1 import worker_service_pb2
 
 _SERVICE: Final = f"/{worker_service_pb2.DESCRIPTOR.services_by_name['WorkerService'].full_name}"
-
-# A connection of our own for every link: gRPC would share one, and its back-off, between channels to the same address.
-# The pings find a peer that is gone without a word, also while no step is under way; a worker whose process stands
-# still does not answer them either, and is then out of reach.
-CHANNEL_OPTIONS: Final = (
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.keepalive_time_ms", 2_000),
-    ("grpc.keepalive_timeout_ms", 4_000),
-    # Without it a ping that nobody answers counts for a minute, whatever the line above says.
-    ("grpc.http2.ping_timeout_ms", 4_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.enable_retries", 0),
-    # This client dials again itself, with a new channel.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 500),
-)
 
 _DETAILS_KEY: Final = "grpc-status-details-bin"
 _EOF: Final = cast(Any, grpc.aio).EOF
@@ -48,23 +31,27 @@ _TRANSPORT_DETAILS: Final = ("RST_STREAM", "Internal error from Core")
 
 
 class GrpcTransport:
-    """Plain-text gRPC (D5), one channel a link."""
+    """Plain-text gRPC (D5), one channel a link. Every call carries the cluster secret, if there is one."""
+
+    def __init__(self, secret: ClusterSecret | None = None) -> None:
+        self._metadata = cluster_secret.metadata_of(secret)
 
     def connect(self, address: str) -> WorkerLink:
         """See WorkerTransport."""
-        return _GrpcLink(grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS))
+        return _GrpcLink(channel(address, TO_WORKER), self._metadata)
 
 
 class _GrpcLink:
-    def __init__(self, channel: Any) -> None:
+    def __init__(self, channel: Any, metadata: cluster_secret.Metadata) -> None:
         # Without serializers, messages are bytes; the published types do not know that they are optional.
         self._channel = channel
+        self._metadata = metadata
 
     async def get_capabilities(self) -> bytes:
         call = self._channel.unary_unary(f"{_SERVICE}/GetCapabilities")
         request = worker_service_pb2.GetCapabilitiesRequest().SerializeToString()
         try:
-            answer: bytes = await call(request)
+            answer: bytes = await call(request, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise _judged(error) from None
         return answer
@@ -73,14 +60,14 @@ class _GrpcLink:
         call = self._channel.unary_stream(f"{_SERVICE}/GetTokenizer")
         request = worker_service_pb2.GetTokenizerRequest().SerializeToString()
         try:
-            async for piece in call(request):
+            async for piece in call(request, metadata=self._metadata):
                 yield piece
         except grpc.aio.AioRpcError as error:
             raise _judged(error) from None
 
     def run_steps(self) -> StepStream:
         call = self._channel.stream_stream(f"{_SERVICE}/RunSteps")
-        return _GrpcStepStream(call())
+        return _GrpcStepStream(call(metadata=self._metadata))
 
     async def close(self) -> None:
         await self._channel.close()

@@ -47,7 +47,10 @@ REPLACEMENTS: Final[dict[str, str]] = {
     "tokenizer": "the tokenizer comes from the worker's model; leave it out",
     "host": "use listen, HOST:PORT",
     "port": "use listen, HOST:PORT",
-    "api_key": "there is no authentication yet: keep listeners on loopback or a private network",
+    "api_key": (
+        "clients are not authenticated yet: keep the port in a trusted network; between the parts use "
+        "cluster_secret_file"
+    ),
     "log_level": "use log_format for the form of logs; the level is fixed",
     "bind": "use listen, HOST:PORT",
     "target": "it belongs to the commands that call a server, such as `stepfence generate` and `stepfence status`",
@@ -71,6 +74,7 @@ WORKER_SETTINGS: Final[frozenset[str]] = frozenset(
         "max_model_len",
         "threads",
         "script",
+        "cluster_secret_file",
         "drain_deadline_s",
         "log_format",
     }

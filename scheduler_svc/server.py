@@ -19,13 +19,14 @@ from prometheus_client.metrics_core import Metric
 
 from scheduler_svc import journal, logs
 from scheduler_svc.admin import AdminServicer
-from scheduler_svc.config import SchedulerSettings, SettingsError
+from scheduler_svc.config import SchedulerSettings, SettingsError, read_secret
 from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.facts import MetricsSink, Recorder
-from scheduler_svc.grpc_options import SERVER_OPTIONS, listen, refuse_unknown, warn_when_exposed
-from scheduler_svc.grpc_transport import CHANNEL_OPTIONS, GrpcTransport
+from scheduler_svc.grpc_transport import GrpcTransport
 from scheduler_svc.metrics import MetricsServer, PrometheusMetrics, collect
 from scheduler_svc.resolver import SystemResolver
+from scheduler_svc.rpc import channels
+from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from scheduler_svc.service import SchedulerService, ServiceOptions
 from scheduler_svc.session import SessionServicer
 from scheduler_svc.worker_client import Patience
@@ -62,6 +63,7 @@ def run(settings: SchedulerSettings) -> int:
         config = core_config(settings)
     except ValueError as error:
         raise SettingsError(str(error)) from None
+    secret = read_secret(settings.cluster_secret_file)
     try:
         if settings.record is not None:
             recorder = journal.Recorder(settings.record, config)
@@ -70,7 +72,7 @@ def run(settings: SchedulerSettings) -> int:
         return EXIT_FATAL
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(SchedulerProcess(settings, recorder=recorder).serve())
+            return runner.run(SchedulerProcess(settings, secret=secret, recorder=recorder).serve())
     except Exception:
         log.critical("fatal error", exc_info=True)
         return EXIT_FATAL
@@ -109,11 +111,17 @@ class SchedulerProcess:
     """One scheduler behind gRPC servers. `port` is known, and `service` serves, once `started` is set."""
 
     def __init__(
-        self, settings: SchedulerSettings, *, metrics: MetricsSink | None = None, recorder: Recorder | None = None
+        self,
+        settings: SchedulerSettings,
+        *,
+        secret: ClusterSecret | None = None,
+        metrics: MetricsSink | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._settings = settings
         self._metrics = metrics
         self._recorder = recorder
+        self._secret = secret
         self._signals = 0
         self._stop_now: asyncio.Future[int] | None = None
         self._health = HealthServicer()
@@ -127,12 +135,11 @@ class SchedulerProcess:
 
     async def serve(self, *, owns_process: bool = True) -> int:
         """Run to the end; returns the exit code. owns_process: take signals and tune the garbage collector."""
-        refuse_unknown((*SERVER_OPTIONS, *CHANNEL_OPTIONS))
         counts = PrometheusMetrics(asyncio.get_running_loop().time)
         service = self.service = self._make_service(counts)
         server = self._make_server(service)
         try:
-            self.port = listen(server, self._settings.listen)
+            self.port = channels.listen(server, self._settings.listen)
         except OSError as error:
             told = "cannot listen on %s: choose another address with --listen"
             log.error(told, self._settings.listen, extra={"cause": str(error)})
@@ -148,7 +155,7 @@ class SchedulerProcess:
         host = self._settings.listen.rpartition(":")[0]
         address = f"{host}:{self.port}"
         log.info("listening on %s", address, extra={"address": address, "workers": list(self._settings.worker)})
-        warn_when_exposed(address)
+        channels.warn_when_exposed(address, channels.UNGUARDED if self._secret is None else channels.GUARDED)
         self._stop_now = asyncio.get_running_loop().create_future()
         if owns_process:
             self._take_signals(service)
@@ -192,7 +199,7 @@ class SchedulerProcess:
         exporter = MetricsServer(self._settings.metrics_listen, read)
         self.metrics_address = exporter.address
         log.info("metrics at http://%s/metrics", exporter.address)
-        warn_when_exposed(exporter.address)
+        channels.warn_when_exposed(exporter.address, "the metrics are readable without authentication")
         return exporter
 
     def _make_service(self, counts: PrometheusMetrics) -> SchedulerService:
@@ -208,7 +215,7 @@ class SchedulerProcess:
                 drain_deadline_s=settings.drain_deadline_s,
                 log_requests=settings.log_requests,
             ),
-            transport=GrpcTransport(),
+            transport=GrpcTransport(self._secret),
             resolver=SystemResolver(),
             rng=random.Random(),
             metrics=counts if self._metrics is None else self._metrics,
@@ -218,7 +225,7 @@ class SchedulerProcess:
         )
 
     def _make_server(self, service: SchedulerService) -> grpc.aio.Server:
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server = channels.server(secret=self._secret, guarded=_READY_SERVICES)
         session_service_pb2_grpc.add_SessionServiceServicer_to_server(SessionServicer(service.hub), server)
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(service, _version()), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

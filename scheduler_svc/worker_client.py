@@ -50,6 +50,8 @@ _TOKENIZER_RETRY_S: Final = 1.0
 _DRAINING: Final = "DRAINING"
 # Code of a worker that cannot be opened as asked.
 _UNFIT_CODE: Final = "INVALID_ARGUMENT"
+# The cluster secret is missing or wrong: the same call cannot succeed until an operator changes something.
+_NOT_LET_IN: Final = "UNAUTHENTICATED"
 
 
 class RankState(str, Enum):
@@ -300,7 +302,7 @@ class RankClient:
         except RankUnfit as error:
             return self._unfit(str(error))
         except LinkRejected as error:
-            return self._rejected(error)
+            return self._unfit(error.message) if error.code == _NOT_LET_IN else self._rejected(error)
         except WorkerProtocolError as error:
             self._end_epoch(f"wrong answer: {error}")
             return self._pause()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,6 +28,9 @@ def pytest_configure() -> None:
     # Whoever starts the tests in the background of a shell lets them ignore Ctrl-C, and the processes they start, too.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # `stepfence up` keeps its cluster secret there, and commands look for it there.
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="stepfence-state-")
+    atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
     # No proxy is between these processes.
     os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost,::1"
 

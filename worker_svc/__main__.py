@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
-from worker_svc import logs, memory, openmp
+from worker_svc import cluster_secret, logs, memory, openmp
 from worker_svc.config import ENV_PREFIX, FileSettings, SettingsError, WorkerSettings, advice, flag
 from worker_svc.server import EXIT_FATAL, EXIT_OK, EXIT_USAGE, serve
 
@@ -48,6 +48,7 @@ _METAVARS: Final = {
     **dict.fromkeys(("runner", "device", "dtype", "log_format"), "NAME"),
     **dict.fromkeys(("num_blocks", "max_model_len", "threads"), "N"),
     "listen": "HOST:PORT",
+    "cluster_secret_file": "FILE",
     "model": "PATH|NAME",
     "kv_memory": "BYTES",
     "gpu_memory_utilization": "SHARE",
@@ -69,12 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fetch_model(options["name"])
     try:
         settings = WorkerSettings.load(options, _file_settings(parser, from_file))
-    except SettingsError as error:
+        secret = None if settings.cluster_secret_file is None else cluster_secret.read(settings.cluster_secret_file)
+    except (SettingsError, cluster_secret.SecretError) as error:
         for line in str(error).splitlines():
             print(f"{_WORKER}: {line}", file=sys.stderr)
         return EXIT_USAGE
     logs.configure(settings.log_format)
-    return _run(settings)
+    return _run(settings, secret)
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
@@ -96,7 +98,7 @@ def _file_settings(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
     return FileSettings(arguments[0], {name: value for name, value in options.items() if value is not None})
 
 
-def _run(settings: WorkerSettings) -> int:
+def _run(settings: WorkerSettings, secret: str | None) -> int:
     if settings.runner == "model" and settings.device == "cpu":
         # Both before torch: the one for its OpenMP library, the other because loading it takes memory, too.
         openmp.limit_spinning(os.environ)
@@ -108,8 +110,8 @@ def _run(settings: WorkerSettings) -> int:
     try:
         import uvloop
     except ModuleNotFoundError:
-        return asyncio.run(serve(settings))
-    return uvloop.run(serve(settings))
+        return asyncio.run(serve(settings, secret))
+    return uvloop.run(serve(settings, secret))
 
 
 def _fetch_model(name: str) -> int:

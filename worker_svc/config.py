@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
@@ -166,6 +167,7 @@ def _two_blocks(value: int | None) -> int | None:
 OptionalBytes = Annotated[int | None, Field(ge=1), BeforeValidator(parse_bytes)]
 OptionalLength = Annotated[int | None, Field(ge=1, le=_MAX_LEN), BeforeValidator(_none)]
 OptionalThreads = Annotated[int | None, Field(ge=1, le=_MAX_THREADS), BeforeValidator(_none)]
+OptionalPath = Annotated[Path | None, BeforeValidator(_none)]
 OptionalNumBlocks = Annotated[
     int | None, Field(le=_MAX_NUM_BLOCKS), AfterValidator(_two_blocks), BeforeValidator(_none)
 ]
@@ -203,6 +205,9 @@ class WorkerSettings(BaseSettings):
     )
     threads: OptionalThreads = Field(
         None, description="Threads to compute with; none = as many as the cores it may use, up to 8."
+    )
+    cluster_secret_file: OptionalPath = Field(
+        None, description="File with the secret that all parts of a deployment share; none = no secret."
     )
     drain_deadline_s: float = Field(
         30.0,

@@ -6,6 +6,7 @@ ContractError                  one gRPC status, one reason (UPPER_SNAKE), one se
 ├── StepRefused                FAILED_PRECONDITION  the step does not fit what the worker holds; the epoch is over
 ├── OpenRefused                FAILED_PRECONDITION  this session cannot be opened; what is held stays as it is
 ├── Superseded                 ABORTED              a newer stream was opened
+├── NotLetIn                   UNAUTHENTICATED      the call does not carry the cluster secret
 ├── NotReady                   UNAVAILABLE          model loading, or draining
 ├── NoTokenizer                NOT_FOUND            the model brings none
 └── InternalFault              INTERNAL             a fault of the worker's own; logged, not told; the epoch is over
@@ -67,6 +68,22 @@ class Superseded(ContractError):
 
     def __init__(self, message: str) -> None:
         super().__init__("SUPERSEDED", message)
+
+
+class NotLetIn(ContractError):
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+    def __init__(self, *, is_wrong: bool) -> None:
+        if is_wrong:
+            super().__init__(
+                "CLUSTER_SECRET_WRONG",
+                "the cluster secret of the call is not the one of this service: all parts must read the same file",
+            )
+        else:
+            super().__init__(
+                "CLUSTER_SECRET_MISSING",
+                "this service takes calls with the cluster secret only: give the caller the same --cluster-secret-file",
+            )
 
 
 class NotReady(ContractError):

@@ -22,6 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from stepfence.v1 import worker_service_pb2_grpc
+from worker_svc.cluster_secret import Guard
 from worker_svc.config import WorkerSettings, parse_address
 from worker_svc.limits import MAX_MESSAGE_BYTES
 from worker_svc.runner.base import Runner
@@ -52,6 +53,14 @@ _KNOWN_OPTIONS: Final = frozenset(
 # For calls that are about to end by themselves, such as a stream with its last answer.
 _STOP_GRACE_S: Final = 0.5
 _EXECUTOR_STOP_S: Final = 1.0
+# What it means that other machines can reach the port.
+_GUARDED: Final = (
+    "calls must carry the cluster secret, which travels unencrypted: keep the port inside a trusted network"
+)
+_UNGUARDED: Final = (
+    "anyone who reaches the port can take the service over: set --cluster-secret-file for all parts, and keep the port "
+    "inside a trusted network"
+)
 
 
 class ListenError(Exception):
@@ -88,10 +97,12 @@ class WorkerServer:
     """A listening worker: servicer, health and reflection on one port. Used by the process and, in one process, by
     tests."""
 
-    def __init__(self, service: WorkerService) -> None:
+    def __init__(self, service: WorkerService, secret: str | None = None) -> None:
+        """secret: the cluster secret that calls of the WorkerService must carry; None: they need none."""
         self.service: Final = service
         self._health: Final = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        self._server: Final = grpc.aio.server(options=server_options())
+        guards = [] if secret is None else [Guard(secret, SERVICE_NAME)]
+        self._server: Final = grpc.aio.server(interceptors=guards, options=server_options())
         worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
@@ -160,10 +171,10 @@ def _load_model(settings: WorkerSettings) -> Runner:
     return ModelRunner.load(settings)
 
 
-async def serve(settings: WorkerSettings) -> int:
+async def serve(settings: WorkerSettings, secret: str | None = None) -> int:
     """Run a worker until it is told to stop or cannot go on; returns the exit code. Handles SIGINT and SIGTERM."""
     load, distort = runner_loader(settings)
-    server = WorkerServer(WorkerService(load, distort=distort, host=socket.gethostname()))
+    server = WorkerServer(WorkerService(load, distort=distort, host=socket.gethostname()), secret)
     stop = _Signals()
     try:
         address = await server.listen(settings.listen)
@@ -174,7 +185,8 @@ async def serve(settings: WorkerSettings) -> int:
     log.info(f"listening on {address}", extra={"address": address, "runner": settings.runner})
     if not _is_loopback(parse_address(address)[0]):
         log.warning(
-            "reachable from other machines, without TLS or authentication: keep the port inside a trusted network",
+            "reachable from other machines: %s",
+            _UNGUARDED if secret is None else _GUARDED,
             extra={"address": address},
         )
     code = await _run(server, settings, stop)

@@ -24,6 +24,8 @@ RUN pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /wheel . \
 FROM ${BASE}
 COPY --from=build /opt/stepfence /opt/stepfence
 COPY --from=build /opt/code /opt/stepfence
+# The volume with the cluster secret takes its owner from here.
+RUN mkdir -p /run/stepfence && chown 10001:10001 /run/stepfence
 ENV PATH=/opt/stepfence/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 STEPFENCE_LOG_FORMAT=json
 USER 10001:10001
 ENTRYPOINT ["stepfence"]

@@ -31,8 +31,8 @@ RUN pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /wheel . \
 FROM ${BASE}
 COPY --from=build /opt/stepfence /opt/stepfence
 COPY --from=build /opt/code /opt/stepfence
-# The model lives here, in a volume: fetched once.
-RUN mkdir -p /var/cache/stepfence && chown 10001:10001 /var/cache/stepfence
+# The model lives in the one, in a volume: fetched once. The cluster secret is mounted into the other.
+RUN mkdir -p /var/cache/stepfence /run/stepfence && chown 10001:10001 /var/cache/stepfence /run/stepfence
 ENV PATH=/opt/stepfence/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 STEPFENCE_LOG_FORMAT=json \
     STEPFENCE_CACHE_DIR=/var/cache/stepfence
 USER 10001:10001

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from scheduler_svc.cli.options import StrictCommand
-from scheduler_svc.config import MAX_SECONDS
+from scheduler_svc.config import MAX_SECONDS, SettingsError, read_secret
+from scheduler_svc.rpc import cluster_secret
+
+if TYPE_CHECKING:
+    from scheduler_svc.cli.status import SchedulerCall
 
 FRONT_END = "127.0.0.1:50051"
 SCHEDULER = "127.0.0.1:50052"
@@ -27,12 +33,37 @@ def _target(value: str) -> str:
 
 
 _AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+_UseProxy = Annotated[
+    bool, typer.Option("--proxy", help="Call through the proxy that http_proxy in the environment names.")
+]
 _Scheduler = Annotated[
     str,
     typer.Option(
         "--target", metavar="HOST:PORT", envvar="STEPFENCE_SCHEDULER", callback=_target, help="The scheduler."
     ),
 ]
+_SecretFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--cluster-secret-file",
+        metavar="FILE",
+        envvar="STEPFENCE_CLUSTER_SECRET_FILE",
+        show_default="for a scheduler on this machine the one that `stepfence up` made, else none",
+        help="File with the cluster secret, which the call carries.",
+    ),
+]
+
+
+def _call(target: str, secret_file: Path | None, use_proxy: bool) -> SchedulerCall:
+    """How to call the scheduler. The secret of `stepfence up` goes to this machine only. Raises SettingsError."""
+    from scheduler_svc.cli.status import SchedulerCall
+    from scheduler_svc.rpc.channels import is_loopback
+
+    if secret_file is None and is_loopback(target.rpartition(":")[0].rpartition("/")[2]):
+        secret_file = cluster_secret.default_path(os.environ)
+        if secret_file is not None and not secret_file.exists():
+            secret_file = None
+    return SchedulerCall(target, cluster_secret.metadata_of(read_secret(secret_file)), use_proxy)
 
 
 def _generate(
@@ -165,6 +196,7 @@ def _generate(
     json_lines: Annotated[
         bool, typer.Option("--json", envvar="STEPFENCE_JSON", help="Print every event as a line of JSON.")
     ] = False,
+    use_proxy: _UseProxy = False,
 ) -> None:
     """Generate text: it streams to standard output, its cost follows on standard error.
 
@@ -194,6 +226,7 @@ def _generate(
         request_id=request_id,
         timeout_s=timeout,
         json_lines=json_lines,
+        use_proxy=use_proxy,
     )
     raise typer.Exit(generate.run(options))
 
@@ -235,18 +268,28 @@ def _health(
     raise typer.Exit(0 if answer.serving else 1)
 
 
-def _status(target: _Scheduler = SCHEDULER, as_json: _AsJson = False) -> None:
+def _status(
+    target: _Scheduler = SCHEDULER,
+    as_json: _AsJson = False,
+    secret_file: _SecretFile = None,
+    use_proxy: _UseProxy = False,
+) -> None:
     """Show what the scheduler runs where, now. Exit codes: 0 it has answered, 1 it has not, 2 wrong usage."""
     from scheduler_svc.cli import status
 
-    raise typer.Exit(status.show_status(target, as_json))
+    raise typer.Exit(status.show_status(_call(target, secret_file, use_proxy), as_json))
 
 
-def _audit(target: _Scheduler = SCHEDULER, as_json: _AsJson = False) -> None:
+def _audit(
+    target: _Scheduler = SCHEDULER,
+    as_json: _AsJson = False,
+    secret_file: _SecretFile = None,
+    use_proxy: _UseProxy = False,
+) -> None:
     """Count every KV block of the scheduler. Exit codes: 0 consistent, 1 not, or no answer, 2 wrong usage."""
     from scheduler_svc.cli import status
 
-    raise typer.Exit(status.show_audit(target, as_json))
+    raise typer.Exit(status.show_audit(_call(target, secret_file, use_proxy), as_json))
 
 
 def _drain(
@@ -262,6 +305,8 @@ def _drain(
             help="How long accepted requests may still take; a later drain can only shorten it.",
         ),
     ] = None,
+    secret_file: _SecretFile = None,
+    use_proxy: _UseProxy = False,
 ) -> None:
     """Let the scheduler end: new requests are refused, accepted ones finish. Returns at once.
 
@@ -271,7 +316,7 @@ def _drain(
     """
     from scheduler_svc.cli import status
 
-    raise typer.Exit(status.drain(target, deadline_s))
+    raise typer.Exit(status.drain(_call(target, secret_file, use_proxy), deadline_s))
 
 
 def _reset_cache(
@@ -282,6 +327,8 @@ def _reset_cache(
             "--preempt-running", help="Also preempt all that runs, which is computed again, so that no block is in use."
         ),
     ] = False,
+    secret_file: _SecretFile = None,
+    use_proxy: _UseProxy = False,
 ) -> None:
     """Let the scheduler forget all cached prefixes: of all workers, or of none while blocks are in use.
 
@@ -289,7 +336,24 @@ def _reset_cache(
     """
     from scheduler_svc.cli import status
 
-    raise typer.Exit(status.reset_cache(target, preempt_running))
+    raise typer.Exit(status.reset_cache(_call(target, secret_file, use_proxy), preempt_running))
+
+
+def _make_secret(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it.", show_default=False)],
+) -> None:
+    """Write a drawn cluster secret to FILE, readable by its owner only; a file that is there stays as it is.
+
+    Give the same file to the scheduler, every front end and every worker: --cluster-secret-file FILE.
+
+    Exit codes: 0 the file is there, 2 it cannot be written.
+    """
+    try:
+        made = cluster_secret.make(path)
+        cluster_secret.read(path)
+    except cluster_secret.SecretError as error:
+        raise SettingsError(str(error)) from None
+    typer.echo(f"{path}: {'made' if made else 'was there already'}")
 
 
 def register(app: typer.Typer) -> None:
@@ -299,6 +363,9 @@ def register(app: typer.Typer) -> None:
     app.command("status", cls=StrictCommand, short_help="Show what the scheduler runs where, now.")(_status)
     app.command("audit", cls=StrictCommand, short_help="Count every KV block of the scheduler.")(_audit)
     app.command("drain", cls=StrictCommand, short_help="Let the scheduler finish what it has accepted and end.")(_drain)
+    app.command("make-secret", cls=StrictCommand, short_help="Make the secret that the parts of a deployment share.")(
+        _make_secret
+    )
     app.command("reset-cache", cls=StrictCommand, short_help="Let the scheduler forget all cached prefixes.")(
         _reset_cache
     )

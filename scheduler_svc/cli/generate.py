@@ -13,16 +13,12 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from scheduler_svc.cli.rpc_errors import MAX_MESSAGE_BYTES, CallFailure, explain, too_large
+from scheduler_svc.cli.rpc_errors import CallFailure, explain, too_large
 from scheduler_svc.config import flag
+from scheduler_svc.rpc.channels import MAX_MESSAGE_BYTES, blocking_channel
 from stepfence.v1 import generation_service_pb2 as pb
 from stepfence.v1 import sampling_pb2
 from stepfence.v1.generation_service_pb2_grpc import GenerationServiceStub
-
-_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +44,8 @@ class GenerateOptions:
     request_id: str = ""
     timeout_s: float | None = None
     json_lines: bool = False
+    # Through the proxy that the environment names.
+    use_proxy: bool = False
 
 
 def build_request(options: GenerateOptions) -> pb.GenerateRequest:
@@ -108,7 +106,7 @@ def run(options: GenerateOptions, out: TextIO | None = None, err: TextIO | None 
         failure = too_large(request.ByteSize())
         printer.failed(failure)
         return failure.exit_code
-    with grpc.insecure_channel(options.target, options=_OPTIONS) as channel:
+    with blocking_channel(options.target, use_proxy=options.use_proxy) as channel:
         call: Any = GenerationServiceStub(channel).Generate(request, timeout=options.timeout_s)
         try:
             for response in call:

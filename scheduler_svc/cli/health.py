@@ -9,6 +9,8 @@ import grpc
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+from scheduler_svc.rpc.channels import blocking_channel
+
 # Each kind of process serves one of these, and is ready when it says so.
 READY_SERVICES: Final = (
     "stepfence.v1.GenerationService",
@@ -27,7 +29,7 @@ class HealthAnswer:
 
 def check(target: str, service: str | None, timeout_s: float) -> HealthAnswer:
     """Ask `target` about one service ("" = is the process alive); service None: whether whatever it serves is ready."""
-    with grpc.insecure_channel(target, options=(("grpc.enable_http_proxy", 0),)) as channel:
+    with blocking_channel(target) as channel:
         stub = HealthStub(channel)
         for name in READY_SERVICES if service is None else (service,):
             try:

@@ -9,6 +9,7 @@ import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from scheduler_svc.rpc.channels import MAX_MESSAGE_BYTES
 from stepfence.v1 import generation_service_pb2 as pb
 
 # Reasons of the ErrorInfo detail; protos/README.md lists them all.
@@ -25,13 +26,15 @@ _ADVICE: Final[dict[str, str]] = {
     "DRAINING": "the server is about to stop: try again, or use another one",
     "SCHEDULER_UNAVAILABLE": "the front end has lost its scheduler and keeps trying: try again",
     "NO_TOKENIZER": "this model takes token ids only",
+    "CLUSTER_SECRET_MISSING": "name the file that the scheduler reads, too: --cluster-secret-file FILE, or "
+    "STEPFENCE_CLUSTER_SECRET_FILE in the environment",
+    "CLUSTER_SECRET_WRONG": "name the file that the scheduler reads: --cluster-secret-file FILE, or "
+    "STEPFENCE_CLUSTER_SECRET_FILE in the environment",
     "WORKER_FAULT": "workers failed while they ran this request; their logs say why",
 }
 FRONT_END: Final = "front end"
 SCHEDULER: Final = "scheduler"
 _WHERE: Final = "(a front end answers on 50051 by default; the scheduler on 50052)"
-# What every server here takes at most.
-MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 # The request itself is at fault: sending it again cannot help.
 _CALLER_AT_FAULT: Final = frozenset(
     {

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -13,19 +14,33 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from scheduler_svc.cli.rpc_errors import SCHEDULER, explain
+from scheduler_svc.rpc.channels import blocking_channel
+from scheduler_svc.rpc.cluster_secret import Metadata
 from stepfence.v1 import admin_service_pb2 as pb
 from stepfence.v1.admin_service_pb2_grpc import AdminServiceStub
 
 _TIMEOUT_S = 10.0
 
 
-def show_status(target: str, as_json: bool) -> int:
+@dataclass(frozen=True, slots=True)
+class SchedulerCall:
+    """How a command calls the scheduler. metadata: the cluster secret, when there is one. use_proxy: through the proxy
+    that the environment names."""
+
+    target: str
+    metadata: Metadata = ()
+    use_proxy: bool = False
+
+
+def show_status(scheduler: SchedulerCall, as_json: bool) -> int:
     """Print what runs where. Exit code 0, or 1 when the scheduler does not answer."""
     try:
-        with grpc.insecure_channel(target) as channel:
-            status = AdminServiceStub(channel).GetStatus(pb.GetStatusRequest(), timeout=_TIMEOUT_S)
+        with blocking_channel(scheduler.target, use_proxy=scheduler.use_proxy) as channel:
+            status = AdminServiceStub(channel).GetStatus(
+                pb.GetStatusRequest(), timeout=_TIMEOUT_S, metadata=scheduler.metadata
+            )
     except grpc.RpcError as error:
-        return _failed(error, target)
+        return _failed(error, scheduler.target)
     if as_json:
         _print_json(status)
     else:
@@ -33,13 +48,15 @@ def show_status(target: str, as_json: bool) -> int:
     return 0
 
 
-def show_audit(target: str, as_json: bool) -> int:
+def show_audit(scheduler: SchedulerCall, as_json: bool) -> int:
     """Print the count of every KV block. Exit code 0 consistent, 1 not (or no answer)."""
     try:
-        with grpc.insecure_channel(target) as channel:
-            audit = AdminServiceStub(channel).AuditKv(pb.AuditKvRequest(), timeout=_TIMEOUT_S)
+        with blocking_channel(scheduler.target, use_proxy=scheduler.use_proxy) as channel:
+            audit = AdminServiceStub(channel).AuditKv(
+                pb.AuditKvRequest(), timeout=_TIMEOUT_S, metadata=scheduler.metadata
+            )
     except grpc.RpcError as error:
-        return _failed(error, target)
+        return _failed(error, scheduler.target)
     if as_json:
         _print_json(audit)
     else:
@@ -47,30 +64,32 @@ def show_audit(target: str, as_json: bool) -> int:
     return 0 if all(rank.consistent for rank in audit.ranks) else 1
 
 
-def drain(target: str, deadline_s: float | None) -> int:
+def drain(scheduler: SchedulerCall, deadline_s: float | None) -> int:
     """Ask the scheduler to finish what it has accepted and to end; None: its own deadline. Does not wait for that.
     Exit code 0, or 1 when it does not answer."""
     request = pb.DrainRequest()
     if deadline_s is not None:
         request.deadline.CopyFrom(_duration(deadline_s))
     try:
-        with grpc.insecure_channel(target) as channel:
-            AdminServiceStub(channel).Drain(request, timeout=_TIMEOUT_S)
+        with blocking_channel(scheduler.target, use_proxy=scheduler.use_proxy) as channel:
+            AdminServiceStub(channel).Drain(request, timeout=_TIMEOUT_S, metadata=scheduler.metadata)
     except grpc.RpcError as error:
-        return _failed(error, target)
+        return _failed(error, scheduler.target)
     limit = "its --drain-deadline-s" if deadline_s is None else f"{deadline_s:g} s"
     print(f"draining: new requests are refused, accepted ones may take up to {limit}, then the scheduler ends")
     return 0
 
 
-def reset_cache(target: str, preempt_running: bool) -> int:
+def reset_cache(scheduler: SchedulerCall, preempt_running: bool) -> int:
     """Ask the scheduler to forget all cached prefixes. Exit code 0, or 1 when nothing was reset or nobody answers."""
     request = pb.ResetPrefixCacheRequest(preempt_running=preempt_running)
     try:
-        with grpc.insecure_channel(target) as channel:
-            answer = AdminServiceStub(channel).ResetPrefixCache(request, timeout=_TIMEOUT_S)
+        with blocking_channel(scheduler.target, use_proxy=scheduler.use_proxy) as channel:
+            answer = AdminServiceStub(channel).ResetPrefixCache(
+                request, timeout=_TIMEOUT_S, metadata=scheduler.metadata
+            )
     except grpc.RpcError as error:
-        return _failed(error, target)
+        return _failed(error, scheduler.target)
     if not answer.success:
         advice = "" if preempt_running else "; wait until nothing runs, or use --preempt-running"
         print(f"error: nothing was reset: {answer.message}{advice}", file=sys.stderr)

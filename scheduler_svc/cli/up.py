@@ -20,12 +20,14 @@ import shlex
 import shutil
 import signal
 import sys
+import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import grpc.aio
+import grpc
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
@@ -34,7 +36,9 @@ from scheduler_svc.cli.merged_log import Level, MergedLog
 from scheduler_svc.cli.options import as_flags
 from scheduler_svc.cli.part import Part
 from scheduler_svc.cli.ports import free_address
-from scheduler_svc.config import ENV_PREFIX, KNOWN_MODELS, SERVICES, SettingsError, UpSettings, flag
+from scheduler_svc.config import ENV_PREFIX, KNOWN_MODELS, SERVICES, SettingsError, UpSettings, flag, read_secret
+from scheduler_svc.rpc import channels, cluster_secret
+from scheduler_svc.rpc.cluster_secret import SecretError
 
 # Beyond the drain deadline: for exchanging last messages and leaving the process. The sum over the three kinds of parts
 # keeps the default end below five seconds.
@@ -46,7 +50,7 @@ _POLL_S: Final = 0.1
 _REPORT_S: Final = 5.0
 _WORKER_SETTINGS: Final = (
     *("model", "runner", "script", "device", "dtype", "threads"),
-    *("num_blocks", "kv_memory", "gpu_memory_utilization"),
+    *("num_blocks", "kv_memory", "gpu_memory_utilization", "cluster_secret_file"),
 )
 _DEFAULT_ADDRESSES: Final = tuple(
     str(UpSettings.model_fields[name].default)
@@ -70,7 +74,27 @@ def run(settings: UpSettings) -> int:
     import uvloop
 
     refuse_unusable(settings)
-    return uvloop.run(_Up(settings).run())
+    with _secret_file(settings, os.environ) as path:
+        return uvloop.run(_Up(settings.model_copy(update={"cluster_secret_file": path})).run())
+
+
+@contextlib.contextmanager
+def _secret_file(settings: UpSettings, environ: Mapping[str, str]) -> Iterator[Path]:
+    """The file with the cluster secret, made when it is missing: the configured one, else the one of this user, else a
+    temporary one. Raises SettingsError."""
+    path = settings.cluster_secret_file or cluster_secret.default_path(environ)
+    with contextlib.ExitStack() as stack:
+        try:
+            if path is None:
+                raise SecretError("there is no home folder to keep the cluster secret in")
+            cluster_secret.make(path)
+        except SecretError as error:
+            if settings.cluster_secret_file is not None:
+                raise SettingsError(f"cluster_secret_file: {error}") from None
+            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stepfence-"))) / "cluster-secret"
+            cluster_secret.make(path)
+        read_secret(path)
+        yield path
 
 
 def refuse_unusable(settings: UpSettings) -> None:
@@ -238,8 +262,11 @@ class _Up:
 
     def _how_to_ask(self) -> list[str]:
         """How to call the scheduler, when it is not where `stepfence status` looks by itself."""
-        address = self._addresses.scheduler
-        return [] if address == "127.0.0.1:50052" else [f"  {_own_name()} status --target {address}"]
+        address, secret = self._addresses.scheduler, self._settings.cluster_secret_file
+        target = "" if address == "127.0.0.1:50052" else f" --target {address}"
+        is_found = secret == cluster_secret.default_path(os.environ)
+        file = "" if is_found else f" --cluster-secret-file {shlex.quote(str(secret))}"
+        return [f"  {_own_name()} status{target}{file}"] if target or file else []
 
     # --- run ----------------------------------------------------------------------------------------------------------
 
@@ -319,7 +346,7 @@ def _clean_environment() -> dict[str, str]:
 
 
 async def _is_serving(address: str, service: str) -> bool:
-    async with grpc.aio.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
+    async with channels.channel(address) as channel:
         try:
             answer = await HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=2.0)
         except grpc.RpcError:

@@ -13,6 +13,7 @@ from scheduler_svc.frontend import codec
 from scheduler_svc.frontend.calls import Accepted, Delta, Finished
 from scheduler_svc.frontend.engine import FrontEnd
 from scheduler_svc.frontend.errors import INTERNAL, RequestError
+from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from stepfence.v1 import generation_service_pb2 as generation_pb2
 from stepfence.v1.generation_service_pb2_grpc import GenerationServiceServicer
 
@@ -31,8 +32,10 @@ class GenerationServicer(GenerationServiceServicer):
     """Handlers are plain coroutines that write, not generators: a cancelled call is cancelled where it waits, so what
     it holds is released at once and not when a generator is collected."""
 
-    def __init__(self, front_end: FrontEnd) -> None:
+    def __init__(self, front_end: FrontEnd, secret: ClusterSecret | None = None) -> None:
+        """secret: callers that show it may abort any request; see `FrontEnd.abort`."""
         self._front_end = front_end
+        self._secret = secret
 
     async def Generate(  # type: ignore[override]
         self, request: generation_pb2.GenerateRequest, context: Context
@@ -58,10 +61,13 @@ class GenerationServicer(GenerationServiceServicer):
 
     async def Abort(self, request: generation_pb2.AbortRequest, context: Context) -> generation_pb2.AbortResponse:
         async def abort() -> generation_pb2.AbortResponse:
-            self._front_end.abort(request.request_id)
+            self._front_end.abort(request.request_id, by_operator=self._is_operator(context))
             return generation_pb2.AbortResponse()
 
         return await self._answer(context, abort)
+
+    def _is_operator(self, context: Context) -> bool:
+        return self._secret is not None and self._secret.is_in(context.invocation_metadata())
 
     async def GetModel(
         self, request: generation_pb2.GetModelRequest, context: Context

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import re
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from scheduler_svc.frontend.calls import (
     ChatPrompt,
@@ -20,6 +21,7 @@ from scheduler_svc.frontend.calls import (
     TextPrompt,
 )
 from scheduler_svc.frontend.errors import (
+    ABORT_NOT_ALLOWED,
     DEADLINE,
     DRAINING,
     ChatError,
@@ -46,6 +48,10 @@ from scheduler_svc.frontend.text import Tokenizer
 
 T = TypeVar("T")
 
+# Ids that this server draws: 128 random bits.
+_DRAWN_PREFIX: Final = "gen-"
+_DRAWN_ID: Final = re.compile(_DRAWN_PREFIX + "[0-9a-f]{32}")
+
 
 class FrontEnd:
     """Starts, finds and ends the requests of this front end.
@@ -61,6 +67,8 @@ class FrontEnd:
         self._rng = rng
         self._executor = executor
         self._live: dict[str, Generation] = {}
+        # Those of the live ids that their clients chose.
+        self._chosen_ids: set[str] = set()
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -119,18 +127,29 @@ class FrontEnd:
         self._check_id(call.request_id)
         timeout_s = self._timeout(time_left())
         submission = Submission(
-            request_id=call.request_id or f"gen-{self._rng.getrandbits(128):032x}",
+            request_id=call.request_id or f"{_DRAWN_PREFIX}{self._rng.getrandbits(128):032x}",
             prompt_token_ids=token_ids,
             sampling=sampling,
             priority=call.priority,
             cache_salt=call.cache_salt,
             timeout_s=timeout_s,
         )
-        return self._submit(submission, output)
+        generation = self._submit(submission, output)
+        if call.request_id:
+            self._chosen_ids.add(call.request_id)
+        return generation
 
-    def abort(self, request_id: str) -> None:
-        """Raises RequestError NOT_FOUND when it is not live here."""
+    def abort(self, request_id: str, *, by_operator: bool = False) -> None:
+        """End a request. by_operator: the caller has shown the cluster secret and may abort every request. Other
+        callers may abort only by ids that this server drew, which cannot be guessed; an id that a client chose could be
+        another client's.
+
+        Raises RequestError: NOT_FOUND when it is not live here, PERMISSION_DENIED for an id that was not drawn here,
+        whether it is live or not.
+        """
         generation = self._live.get(request_id)
+        if not by_operator and not (_DRAWN_ID.fullmatch(request_id) and request_id not in self._chosen_ids):
+            raise RequestError(ABORT_NOT_ALLOWED)
         if generation is None:
             message = f"no live request {quoted(request_id)} at this front end; it may have ended"
             raise RequestError(Failure(Code.NOT_FOUND, "REQUEST_NOT_FOUND", message))
@@ -155,6 +174,7 @@ class FrontEnd:
 
     def _forget(self, request_id: str) -> None:
         del self._live[request_id]
+        self._chosen_ids.discard(request_id)
 
     def _check_open(self) -> None:
         if self._draining:

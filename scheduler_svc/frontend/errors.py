@@ -30,6 +30,7 @@ class Code(IntEnum):
     DEADLINE_EXCEEDED = 4
     NOT_FOUND = 5
     ALREADY_EXISTS = 6
+    PERMISSION_DENIED = 7
     RESOURCE_EXHAUSTED = 8
     INTERNAL = 13
     UNAVAILABLE = 14
@@ -108,4 +109,10 @@ SLOW_READER = Failure(
 )
 CLIENT_GONE = Failure(Code.CANCELLED, "CLIENT_GONE", "the client left")
 DEADLINE = Failure(Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the call's deadline passed before it was queued")
+ABORT_NOT_ALLOWED = Failure(
+    Code.PERMISSION_DENIED,
+    "ABORT_NOT_ALLOWED",
+    "only ids that the server drew can be aborted without the cluster secret; cancel the call of the request instead, "
+    "or leave request_id empty and use the id in `accepted`",
+)
 INTERNAL = Failure(Code.INTERNAL, "INTERNAL_ERROR", "internal error; the server's log has the cause")

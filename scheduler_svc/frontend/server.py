@@ -20,14 +20,15 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from scheduler_svc import logs
-from scheduler_svc.config import FrontendSettings
+from scheduler_svc.config import FrontendSettings, read_secret
 from scheduler_svc.frontend.api import GenerationServicer
 from scheduler_svc.frontend.engine import FrontEnd
 from scheduler_svc.frontend.limits import Limits
 from scheduler_svc.frontend.session_client import SessionClient
-from scheduler_svc.frontend.session_transport import CHANNEL_OPTIONS, GrpcTransport
+from scheduler_svc.frontend.session_transport import GrpcTransport
 from scheduler_svc.frontend.text import Tokenizer, load_tokenizer
-from scheduler_svc.grpc_options import SERVER_OPTIONS, listen, refuse_unknown, warn_when_exposed
+from scheduler_svc.rpc import channels
+from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from stepfence.v1 import generation_service_pb2, generation_service_pb2_grpc
 
 EXIT_OK: Final = 0
@@ -47,9 +48,9 @@ log = logging.getLogger(__name__)
 def run(settings: FrontendSettings) -> int:
     """Serve until a signal; the exit code. Logs to stderr."""
     logs.configure(settings.log_format)
-    refuse_unknown((*SERVER_OPTIONS, *CHANNEL_OPTIONS))
+    secret = read_secret(settings.cluster_secret_file)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(FrontEndProcess(settings).serve(signals=True))
+        return runner.run(FrontEndProcess(settings, secret=secret).serve(signals=True))
 
 
 class FrontEndProcess:
@@ -59,9 +60,15 @@ class FrontEndProcess:
     """
 
     def __init__(
-        self, settings: FrontendSettings, *, rng: random.Random | None = None, limits: Limits | None = None
+        self,
+        settings: FrontendSettings,
+        *,
+        secret: ClusterSecret | None = None,
+        rng: random.Random | None = None,
+        limits: Limits | None = None,
     ) -> None:
         self._settings = settings
+        self._secret = secret
         self._limits = replace(limits or Limits(), max_prompt_bytes=settings.max_prompt_bytes)
         self._rng = rng or random.SystemRandom()
         self.port = 0
@@ -74,7 +81,7 @@ class FrontEndProcess:
     async def serve(self, *, signals: bool = False) -> int:
         """Until `stop` and the drain that follows; the exit code. signals: SIGINT and SIGTERM call `stop`."""
         executor = ThreadPoolExecutor(_NUM_TOKENIZING_THREADS, thread_name_prefix="tokenize")
-        transport = GrpcTransport(self._settings.scheduler)
+        transport = GrpcTransport(self._settings.scheduler, self._secret)
         session = SessionClient(
             transport,
             lambda files: _load_tokenizer(executor, files),
@@ -117,13 +124,14 @@ class FrontEndProcess:
 
     def _build_server(self) -> tuple[grpc.aio.Server, Any]:
         """Raises OSError when the address cannot be listened on."""
-        server = grpc.aio.server(options=SERVER_OPTIONS)
-        generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(self.front_end), server)
+        server = channels.server()
+        servicer = GenerationServicer(self.front_end, self._secret)
+        generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
         # The asynchronous servicer has no type stubs.
         checks: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-        self.port = listen(server, self._settings.listen)
+        self.port = channels.listen(server, self._settings.listen)
         return server, checks
 
     def _announce(self) -> None:
@@ -131,7 +139,7 @@ class FrontEndProcess:
         address = f"{host}:{self.port}"
         facts = {"address": address, "service": SERVICE, "scheduler": self._settings.scheduler}
         log.info("listening on %s", address, extra=facts)
-        warn_when_exposed(address)
+        channels.warn_when_exposed(address, channels.OPEN_TO_CLIENTS)
         self.listening.set()
 
     # --- health ---

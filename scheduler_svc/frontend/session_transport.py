@@ -10,7 +10,9 @@ import grpc
 import grpc.aio
 
 from scheduler_svc.frontend.errors import SessionLost
-from scheduler_svc.grpc_options import MAX_MESSAGE_BYTES
+from scheduler_svc.rpc import cluster_secret
+from scheduler_svc.rpc.channels import TO_SCHEDULER, channel
+from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from stepfence.v1 import model_pb2, session_service_pb2, session_service_pb2_grpc
 
 if TYPE_CHECKING:
@@ -19,40 +21,24 @@ if TYPE_CHECKING:
 # Seconds; a scheduler that answers no unary call for so long is asked again.
 _CALL_TIMEOUT_S: Final = 30.0
 
-CHANNEL_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", -1),
-    # gRPC's own waiting between attempts must not be longer than ours.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 2000),
-    ("grpc.max_reconnect_backoff_ms", 400),
-    # A scheduler that was started anew may have another address behind the same name; gRPC would look again after 30 s.
-    ("grpc.dns_min_time_between_resolutions_ms", 500),
-    # A scheduler whose host vanished sends nothing, not even the end of the connection.
-    ("grpc.keepalive_time_ms", 5000),
-    ("grpc.keepalive_timeout_ms", 5000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    # Other channels of this process do not share its connections and their waiting.
-    ("grpc.use_local_subchannel_pool", 1),
-)
-
 
 class GrpcTransport:
-    """Calls one scheduler. Use within a running loop; `close` it."""
+    """Calls one scheduler. Use within a running loop; `close` it. Every call carries the cluster secret, if there is
+    one."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, secret: ClusterSecret | None = None) -> None:
         self._address = address
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._metadata = cluster_secret.metadata_of(secret)
+        self._channel = channel(address, TO_SCHEDULER)
         self._stub: Any = session_service_pb2_grpc.SessionServiceStub(self._channel)
 
     def attach(self) -> SessionStream:
-        return _GrpcStream(self._stub.Attach(), self._address)
+        return _GrpcStream(self._stub.Attach(metadata=self._metadata), self._address)
 
     async def get_model(self) -> model_pb2.ModelInfo | None:
         request = session_service_pb2.SessionServiceGetModelRequest()
         try:
-            response = await self._stub.GetModel(request, timeout=_CALL_TIMEOUT_S)
+            response = await self._stub.GetModel(request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 return None
@@ -63,7 +49,8 @@ class GrpcTransport:
     async def get_tokenizer(self) -> Sequence[model_pb2.TokenizerChunk]:
         request = session_service_pb2.SessionServiceGetTokenizerRequest()
         try:
-            return [response.chunk async for response in self._stub.GetTokenizer(request, timeout=_CALL_TIMEOUT_S)]
+            responses = self._stub.GetTokenizer(request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata)
+            return [response.chunk async for response in responses]
         except grpc.aio.AioRpcError as error:
             raise _lost(self._address, error) from error
 

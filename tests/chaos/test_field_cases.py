@@ -19,12 +19,10 @@ from grpc_status import rpc_status
 
 from scheduler_svc.cli.health import check
 from scheduler_svc.cli.ports import free_address
-from scheduler_svc.grpc_options import refuse_unknown
 from stepfence.v1 import generation_service_pb2 as pb
 from tests.chaos.load import Order, Outcome, run_order
 from tests.e2e.client import DEADLINE_S, _AsCall, connect, generate, refusal, sampling
 from tests.support.processes import Deployment, Process, flags, wait_until
-from worker_svc.server import _KNOWN_OPTIONS
 
 _SLOW = json.dumps({"delay_ms": 10.0, "verify": "full"})
 
@@ -132,29 +130,6 @@ def start_planted(part: str, plant: str) -> subprocess.CompletedProcess[str]:
     code = f"import runpy, sys; sys.argv[1:] = {arguments!r}; {plant}; "
     code += f"runpy.run_module('{start}', run_name='__main__')"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
-
-
-# As an engine once shipped it: a name that gRPC does not have, and ignores without a word.
-_UNKNOWN = "('grpc.http2.min_recv_ping_interval_without_data_ms', 10)"
-_OPTIONS = {
-    "scheduler": f"import scheduler_svc.grpc_options as m; m.SERVER_OPTIONS += ({_UNKNOWN},)",
-    "frontend": f"import scheduler_svc.grpc_options as m; m.SERVER_OPTIONS += ({_UNKNOWN},)",
-    "worker": (
-        "import worker_svc.server as m; check = m.checked_options; "
-        f"m.checked_options = lambda options: check((*options, {_UNKNOWN}))"
-    ),
-}
-
-
-@pytest.mark.parametrize("part", _OPTIONS)
-def test_f59_an_unknown_channel_option_fails_at_start(part: str) -> None:
-    ended = start_planted(part, _OPTIONS[part])
-    assert ended.returncode == 1, ended.stderr
-    assert "min_recv_ping_interval_without_data_ms" in ended.stderr
-
-
-def test_f59_the_workers_options_are_names_that_grpc_has() -> None:
-    refuse_unknown([(name, 0) for name in _KNOWN_OPTIONS])
 
 
 _FATAL = {

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -82,11 +83,14 @@ def _ready(process: Process, patience_s: float = PATIENCE_S) -> str:
     return found.group(1)
 
 
-def _generate(address: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _generate(
+    address: str, *arguments: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "scheduler_svc", "generate", "hello", "--target", address, *arguments],
         capture_output=True,
         text=True,
+        env={**os.environ, **(environment or {})},
         timeout=PATIENCE_S,
         check=False,
     )
@@ -113,6 +117,62 @@ def test_it_says_how_to_call_it_and_the_commands_work(up: Up) -> None:
     )
     assert '"FINISH_REASON_LENGTH"' in answer.stdout, answer
     assert len(_parts(process)) == 4
+
+
+def test_f86_a_proxy_of_the_environment_is_not_between_the_parts(up: Up) -> None:
+    """A proxy that refuses everything; `no_proxy` is unset, as it is on most machines that have one."""
+    with socket.socket() as nothing_listens:
+        nothing_listens.bind(("127.0.0.1", 0))
+        proxy = f"http://127.0.0.1:{nothing_listens.getsockname()[1]}"
+        named = {name: proxy for name in ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
+        environment = {**named, "no_proxy": "", "NO_PROXY": "", "no_grpc_proxy": ""}
+        process = up(environment=environment)
+        address = _ready(process)
+        assert _generate(address, "--max-tokens", "5", environment=environment).returncode == 0
+        # Unless it is asked for.
+        through = _generate(address, "--max-tokens", "5", "--proxy", environment=environment)
+        assert through.returncode == 1 and "UNAVAILABLE" in through.stderr
+
+
+def test_f124_its_parts_share_a_secret_that_only_this_user_can_read(up: Up, tmp_path: Path) -> None:
+    home = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    process = up(environment=home)
+    _ready(process)
+    secret = tmp_path / "state" / "stepfence" / "cluster-secret"
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    asked = re.search(r"status --target (\S+)", process.output())
+    assert asked is not None, process.output()
+    admin = [sys.executable, "-m", "scheduler_svc", "drain", "--target", asked.group(1)]
+
+    def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env={**os.environ, **environment}
+        )
+
+    stranger = run(admin, XDG_STATE_HOME=str(tmp_path / "other"))
+    assert stranger.returncode == 1 and "CLUSTER_SECRET_MISSING" in stranger.stderr
+    assert "--cluster-secret-file" in stranger.stderr
+    other = tmp_path / "made"
+    assert run([sys.executable, "-m", "scheduler_svc", "make-secret", str(other)]).returncode == 0
+    wrong = run([*admin, "--cluster-secret-file", str(other)])
+    assert wrong.returncode == 1 and "CLUSTER_SECRET_WRONG" in wrong.stderr
+    assert process.is_running
+    # The user who started it needs no flag.
+    status = [sys.executable, "-m", "scheduler_svc", "status", "--target", asked.group(1)]
+    assert run(status, **home).returncode == 0
+    assert run([*status, "--cluster-secret-file", str(secret)]).returncode == 0
+
+
+def test_without_a_home_the_secret_is_temporary_and_named(up: Up, tmp_path: Path) -> None:
+    process = up(environment={"XDG_STATE_HOME": "", "HOME": "", "TMPDIR": str(tmp_path)})
+    _ready(process)
+    asked = re.search(r"status (--target \S+ --cluster-secret-file (\S+))", process.output())
+    assert asked is not None, process.output()
+    command = [sys.executable, "-m", "scheduler_svc", "status", *asked.group(1).split()]
+    assert subprocess.run(command, capture_output=True, timeout=PATIENCE_S, check=False).returncode == 0
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 0
+    assert not Path(asked.group(2)).exists()
 
 
 def test_a_log_for_machines_has_no_other_lines(up: Up) -> None:

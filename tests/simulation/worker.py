@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from scheduler_svc.rpc_status import reason_of
+from scheduler_svc.rpc.status import reason_of
 from stepfence.v1 import worker_service_pb2 as pb
 from tests.simulation.hosts import Process
 from tests.simulation.network import Network, ServerContext, streaming, unary

@@ -197,8 +197,11 @@ class SchedulerDouble:
     def channel(self) -> grpc.aio.Channel:
         return self._channel
 
-    async def capabilities(self) -> worker_service_pb2.GetCapabilitiesResponse:
-        return await self.stub.GetCapabilities(worker_service_pb2.GetCapabilitiesRequest(), timeout=PATIENCE_S)
+    async def capabilities(
+        self, metadata: Sequence[tuple[str, str]] = ()
+    ) -> worker_service_pb2.GetCapabilitiesResponse:
+        request = worker_service_pb2.GetCapabilitiesRequest()
+        return await self.stub.GetCapabilities(request, timeout=PATIENCE_S, metadata=tuple(metadata))
 
     def stream(self) -> StepSession:
         """A stream on which nothing was said yet."""

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.rpc.cluster_secret import ClusterSecret, metadata_of
 from scheduler_svc.server import SchedulerProcess
 from scheduler_svc.service import SchedulerService
 from stepfence.v1 import admin_service_pb2 as admin
@@ -31,7 +32,10 @@ async def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
 class RunningScheduler:
     """What a test needs of it."""
 
-    def __init__(self, process: SchedulerProcess, channel: grpc.aio.Channel) -> None:
+    def __init__(
+        self, process: SchedulerProcess, channel: grpc.aio.Channel, secret: ClusterSecret | None = None
+    ) -> None:
+        self._metadata = metadata_of(secret)
         self.process = process
         self.address = f"127.0.0.1:{process.port}"
         self.admin: Any = admin_service_pb2_grpc.AdminServiceStub(channel)
@@ -48,7 +52,7 @@ class RunningScheduler:
         return self.service.core
 
     async def status(self) -> admin.GetStatusResponse:
-        answer: admin.GetStatusResponse = await self.admin.GetStatus(admin.GetStatusRequest())
+        answer: admin.GetStatusResponse = await self.admin.GetStatus(admin.GetStatusRequest(), metadata=self._metadata)
         return answer
 
     async def rank(self, address: str) -> admin.RankStatus:
@@ -83,7 +87,7 @@ class RunningScheduler:
         """Wait until nothing is live and every block of every rank is free, by the scheduler's own audit."""
         async with asyncio.timeout(timeout_s):
             while True:
-                audit = await self.admin.AuditKv(admin.AuditKvRequest())
+                audit = await self.admin.AuditKv(admin.AuditKvRequest(), metadata=self._metadata)
                 assert all(rank.consistent for rank in audit.ranks), audit
                 if audit.num_live_requests == 0 and all(rank.free == rank.usable for rank in audit.ranks):
                     return
@@ -91,7 +95,9 @@ class RunningScheduler:
 
 
 @asynccontextmanager
-async def running_scheduler(*workers: str, **settings: Any) -> AsyncIterator[RunningScheduler]:
+async def running_scheduler(
+    *workers: str, secret: ClusterSecret | None = None, **settings: Any
+) -> AsyncIterator[RunningScheduler]:
     """Start a scheduler for these workers, and end it."""
     values: dict[str, Any] = {
         "listen": "127.0.0.1:0",
@@ -102,13 +108,13 @@ async def running_scheduler(*workers: str, **settings: Any) -> AsyncIterator[Run
         "first_steps_watchdog_s": 2.0,
         "metrics_listen": None,
     }
-    process = SchedulerProcess(SchedulerSettings(worker=workers, **{**values, **settings}))
+    process = SchedulerProcess(SchedulerSettings(worker=workers, **{**values, **settings}), secret=secret)
     serving = asyncio.create_task(process.serve(owns_process=False))
     started = asyncio.create_task(process.started.wait())
     await asyncio.wait({serving, started}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
     assert process.started.is_set(), serving
     async with grpc.aio.insecure_channel(f"127.0.0.1:{process.port}") as channel:
-        scheduler = RunningScheduler(process, channel)
+        scheduler = RunningScheduler(process, channel, secret)
         scheduler.exit_code = serving
         try:
             yield scheduler

@@ -81,6 +81,7 @@ async def own_worker(
     keep_state_s: float = 10.0,
     open_timeout_s: float = 10.0,
     wrap: Callable[[ScriptedRunner], Runner] = lambda runner: runner,
+    secret: str | None = None,
 ) -> AsyncIterator[OwnWorker]:
     """Start one, loaded and ready, and stop it afterwards. `wrap` may put something around the runner."""
     exit_codes: list[int] = []
@@ -88,19 +89,20 @@ async def own_worker(
     service = WorkerService(
         lambda: wrap(runner.load()), keep_state_s=keep_state_s, open_timeout_s=open_timeout_s, distort=runner.distort
     )
-    server = WorkerServer(service)
+    server = WorkerServer(service, secret)
     address = await server.listen("127.0.0.1:0")
     try:
         await server.load()
-        yield OwnWorker(await target_at(address), server, service, runner, exit_codes)
+        yield OwnWorker(await target_at(address, secret), server, service, runner, exit_codes)
     finally:
         runner.release()
         await server.stop()
 
 
-async def target_at(address: str) -> Target:
+async def target_at(address: str, secret: str | None = None) -> Target:
+    metadata = () if secret is None else (("authorization", f"Bearer {secret}"),)
     async with SchedulerDouble(address) as scheduler:
-        return Target(address, await scheduler.capabilities())
+        return Target(address, await scheduler.capabilities(metadata))
 
 
 def script(*faults: dict[str, Any], **fields: Any) -> Script:

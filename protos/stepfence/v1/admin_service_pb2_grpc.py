@@ -27,6 +27,9 @@ if _version_not_supported:
 
 class AdminServiceStub:
     """Operator -> scheduler. Cheap, read-only unless said otherwise.
+
+    Where the deployment has a cluster secret, every call carries it in the metadata authorization: Bearer SECRET; a call
+    without it ends UNAUTHENTICATED / CLUSTER_SECRET_MISSING, with another one CLUSTER_SECRET_WRONG.
     """
 
     def __init__(self, channel):
@@ -59,6 +62,9 @@ class AdminServiceStub:
 
 class AdminServiceServicer:
     """Operator -> scheduler. Cheap, read-only unless said otherwise.
+
+    Where the deployment has a cluster secret, every call carries it in the metadata authorization: Bearer SECRET; a call
+    without it ends UNAUTHENTICATED / CLUSTER_SECRET_MISSING, with another one CLUSTER_SECRET_WRONG.
     """
 
     def GetStatus(self, request, context):
@@ -125,6 +131,9 @@ def add_AdminServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
     """Operator -> scheduler. Cheap, read-only unless said otherwise.
+
+    Where the deployment has a cluster secret, every call carries it in the metadata authorization: Bearer SECRET; a call
+    without it ends UNAUTHENTICATED / CLUSTER_SECRET_MISSING, with another one CLUSTER_SECRET_WRONG.
     """
 
     @staticmethod

@@ -31,6 +31,7 @@ class GenerationServiceStub:
 
     INVALID_ARGUMENT     EMPTY_PROMPT, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY, PROMPT_TOO_LARGE, INVALID_PARAMETER,
     INVALID_CHAT, PRIORITY_NOT_SUPPORTED, NO_TOKENIZER
+    PERMISSION_DENIED    on Abort: ABORT_NOT_ALLOWED
     NOT_FOUND            MODEL_NOT_FOUND; on Abort: REQUEST_NOT_FOUND
     ALREADY_EXISTS       DUPLICATE_REQUEST_ID: a request with this id is live. The id is free again after the end.
     RESOURCE_EXHAUSTED   QUEUE_FULL (with RetryInfo), SLOW_READER
@@ -77,6 +78,7 @@ class GenerationServiceServicer:
 
     INVALID_ARGUMENT     EMPTY_PROMPT, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY, PROMPT_TOO_LARGE, INVALID_PARAMETER,
     INVALID_CHAT, PRIORITY_NOT_SUPPORTED, NO_TOKENIZER
+    PERMISSION_DENIED    on Abort: ABORT_NOT_ALLOWED
     NOT_FOUND            MODEL_NOT_FOUND; on Abort: REQUEST_NOT_FOUND
     ALREADY_EXISTS       DUPLICATE_REQUEST_ID: a request with this id is live. The id is free again after the end.
     RESOURCE_EXHAUSTED   QUEUE_FULL (with RetryInfo), SLOW_READER
@@ -106,8 +108,10 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a live request of any client of this front end; its call ends CANCELLED / ABORTED. Idempotent in effect: an id
-        that is not live here gets NOT_FOUND / REQUEST_NOT_FOUND.
+        """Ends a live request of this front end; its call ends CANCELLED / ABORTED. Only by an id that the server drew, since
+        another client cannot guess it: any other id gets PERMISSION_DENIED / ABORT_NOT_ALLOWED, live or not, unless the call
+        carries the cluster secret (metadata authorization: Bearer SECRET). Idempotent in effect: an id that is not live here
+        gets NOT_FOUND / REQUEST_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -157,6 +161,7 @@ class GenerationService:
 
     INVALID_ARGUMENT     EMPTY_PROMPT, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY, PROMPT_TOO_LARGE, INVALID_PARAMETER,
     INVALID_CHAT, PRIORITY_NOT_SUPPORTED, NO_TOKENIZER
+    PERMISSION_DENIED    on Abort: ABORT_NOT_ALLOWED
     NOT_FOUND            MODEL_NOT_FOUND; on Abort: REQUEST_NOT_FOUND
     ALREADY_EXISTS       DUPLICATE_REQUEST_ID: a request with this id is live. The id is free again after the end.
     RESOURCE_EXHAUSTED   QUEUE_FULL (with RetryInfo), SLOW_READER

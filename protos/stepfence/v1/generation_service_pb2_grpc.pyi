@@ -32,6 +32,7 @@ class GenerationServiceStub:
 
       INVALID_ARGUMENT     EMPTY_PROMPT, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY, PROMPT_TOO_LARGE, INVALID_PARAMETER,
                            INVALID_CHAT, PRIORITY_NOT_SUPPORTED, NO_TOKENIZER
+      PERMISSION_DENIED    on Abort: ABORT_NOT_ALLOWED
       NOT_FOUND            MODEL_NOT_FOUND; on Abort: REQUEST_NOT_FOUND
       ALREADY_EXISTS       DUPLICATE_REQUEST_ID: a request with this id is live. The id is free again after the end.
       RESOURCE_EXHAUSTED   QUEUE_FULL (with RetryInfo), SLOW_READER
@@ -56,8 +57,10 @@ class GenerationServiceStub:
     Complete: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.CompleteRequest, _generation_service_pb2.CompleteResponse]
     """The same generation as one answer, produced by the same code as the stream."""
     Abort: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.AbortRequest, _generation_service_pb2.AbortResponse]
-    """Ends a live request of any client of this front end; its call ends CANCELLED / ABORTED. Idempotent in effect: an id
-    that is not live here gets NOT_FOUND / REQUEST_NOT_FOUND.
+    """Ends a live request of this front end; its call ends CANCELLED / ABORTED. Only by an id that the server drew, since
+    another client cannot guess it: any other id gets PERMISSION_DENIED / ABORT_NOT_ALLOWED, live or not, unless the call
+    carries the cluster secret (metadata authorization: Bearer SECRET). Idempotent in effect: an id that is not live here
+    gets NOT_FOUND / REQUEST_NOT_FOUND.
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.GetModelRequest, _generation_service_pb2.GetModelResponse]
     """The served model. UNAVAILABLE / NO_WORKER until a worker has joined once."""
@@ -69,6 +72,7 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
 
       INVALID_ARGUMENT     EMPTY_PROMPT, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY, PROMPT_TOO_LARGE, INVALID_PARAMETER,
                            INVALID_CHAT, PRIORITY_NOT_SUPPORTED, NO_TOKENIZER
+      PERMISSION_DENIED    on Abort: ABORT_NOT_ALLOWED
       NOT_FOUND            MODEL_NOT_FOUND; on Abort: REQUEST_NOT_FOUND
       ALREADY_EXISTS       DUPLICATE_REQUEST_ID: a request with this id is live. The id is free again after the end.
       RESOURCE_EXHAUSTED   QUEUE_FULL (with RetryInfo), SLOW_READER
@@ -90,8 +94,10 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     Complete: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.CompleteRequest, _generation_service_pb2.CompleteResponse]  # type: ignore[assignment]
     """The same generation as one answer, produced by the same code as the stream."""
     Abort: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.AbortRequest, _generation_service_pb2.AbortResponse]  # type: ignore[assignment]
-    """Ends a live request of any client of this front end; its call ends CANCELLED / ABORTED. Idempotent in effect: an id
-    that is not live here gets NOT_FOUND / REQUEST_NOT_FOUND.
+    """Ends a live request of this front end; its call ends CANCELLED / ABORTED. Only by an id that the server drew, since
+    another client cannot guess it: any other id gets PERMISSION_DENIED / ABORT_NOT_ALLOWED, live or not, unless the call
+    carries the cluster secret (metadata authorization: Bearer SECRET). Idempotent in effect: an id that is not live here
+    gets NOT_FOUND / REQUEST_NOT_FOUND.
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.GetModelRequest, _generation_service_pb2.GetModelResponse]  # type: ignore[assignment]
     """The served model. UNAVAILABLE / NO_WORKER until a worker has joined once."""
@@ -102,6 +108,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
 
       INVALID_ARGUMENT     EMPTY_PROMPT, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY, PROMPT_TOO_LARGE, INVALID_PARAMETER,
                            INVALID_CHAT, PRIORITY_NOT_SUPPORTED, NO_TOKENIZER
+      PERMISSION_DENIED    on Abort: ABORT_NOT_ALLOWED
       NOT_FOUND            MODEL_NOT_FOUND; on Abort: REQUEST_NOT_FOUND
       ALREADY_EXISTS       DUPLICATE_REQUEST_ID: a request with this id is live. The id is free again after the end.
       RESOURCE_EXHAUSTED   QUEUE_FULL (with RetryInfo), SLOW_READER
@@ -139,8 +146,10 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_service_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_service_pb2.AbortResponse, _abc.Awaitable[_generation_service_pb2.AbortResponse]]:
-        """Ends a live request of any client of this front end; its call ends CANCELLED / ABORTED. Idempotent in effect: an id
-        that is not live here gets NOT_FOUND / REQUEST_NOT_FOUND.
+        """Ends a live request of this front end; its call ends CANCELLED / ABORTED. Only by an id that the server drew, since
+        another client cannot guess it: any other id gets PERMISSION_DENIED / ABORT_NOT_ALLOWED, live or not, unless the call
+        carries the cluster secret (metadata authorization: Bearer SECRET). Idempotent in effect: an id that is not live here
+        gets NOT_FOUND / REQUEST_NOT_FOUND.
         """
 
     @_abc_1.abstractmethod

@@ -27,6 +27,9 @@ if _version_not_supported:
 
 class SessionServiceStub:
     """Front end (or gateway) -> scheduler. Token ids only: text lives in the front end.
+
+    Where the deployment has a cluster secret, every call carries it in the metadata authorization: Bearer SECRET; a call
+    without it ends UNAUTHENTICATED / CLUSTER_SECRET_MISSING, with another one CLUSTER_SECRET_WRONG.
     """
 
     def __init__(self, channel):
@@ -54,6 +57,9 @@ class SessionServiceStub:
 
 class SessionServiceServicer:
     """Front end (or gateway) -> scheduler. Token ids only: text lives in the front end.
+
+    Where the deployment has a cluster secret, every call carries it in the metadata authorization: Bearer SECRET; a call
+    without it ends UNAUTHENTICATED / CLUSTER_SECRET_MISSING, with another one CLUSTER_SECRET_WRONG.
     """
 
     def Attach(self, request_iterator, context):
@@ -110,6 +116,9 @@ def add_SessionServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class SessionService:
     """Front end (or gateway) -> scheduler. Token ids only: text lives in the front end.
+
+    Where the deployment has a cluster secret, every call carries it in the metadata authorization: Bearer SECRET; a call
+    without it ends UNAUTHENTICATED / CLUSTER_SECRET_MISSING, with another one CLUSTER_SECRET_WRONG.
     """
 
     @staticmethod

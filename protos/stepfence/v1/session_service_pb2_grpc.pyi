@@ -27,7 +27,11 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class SessionServiceStub:
-    """Front end (or gateway) -> scheduler. Token ids only: text lives in the front end."""
+    """Front end (or gateway) -> scheduler. Token ids only: text lives in the front end.
+
+    Where the deployment has a cluster secret, every call carries it in the metadata authorization: Bearer SECRET; a call
+    without it ends UNAUTHENTICATED / CLUSTER_SECRET_MISSING, with another one CLUSTER_SECRET_WRONG.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -49,7 +53,11 @@ class SessionServiceStub:
 
 @_typing.type_check_only
 class SessionServiceAsyncStub(SessionServiceStub):
-    """Front end (or gateway) -> scheduler. Token ids only: text lives in the front end."""
+    """Front end (or gateway) -> scheduler. Token ids only: text lives in the front end.
+
+    Where the deployment has a cluster secret, every call carries it in the metadata authorization: Bearer SECRET; a call
+    without it ends UNAUTHENTICATED / CLUSTER_SECRET_MISSING, with another one CLUSTER_SECRET_WRONG.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Attach: _aio.StreamStreamMultiCallable[_session_service_pb2.AttachRequest, _session_service_pb2.AttachResponse]  # type: ignore[assignment]
@@ -67,7 +75,11 @@ class SessionServiceAsyncStub(SessionServiceStub):
     """
 
 class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Front end (or gateway) -> scheduler. Token ids only: text lives in the front end."""
+    """Front end (or gateway) -> scheduler. Token ids only: text lives in the front end.
+
+    Where the deployment has a cluster secret, every call carries it in the metadata authorization: Bearer SECRET; a call
+    without it ends UNAUTHENTICATED / CLUSTER_SECRET_MISSING, with another one CLUSTER_SECRET_WRONG.
+    """
 
     @_abc_1.abstractmethod
     def Attach(

@@ -51,6 +51,9 @@ class WorkerServiceStub:
     10. Sizes and limits are declared in GetCapabilities and enforced on both sides.
     11. Within a step, in every layer, all KV writes come before any attention: rows admitted in the same step may read blocks
     that this step computes.
+
+    Where the deployment has a cluster secret, every call carries it in the metadata authorization: Bearer SECRET; a call
+    without it ends UNAUTHENTICATED / CLUSTER_SECRET_MISSING, with another one CLUSTER_SECRET_WRONG.
     """
 
     def __init__(self, channel):
@@ -102,6 +105,9 @@ class WorkerServiceServicer:
     10. Sizes and limits are declared in GetCapabilities and enforced on both sides.
     11. Within a step, in every layer, all KV writes come before any attention: rows admitted in the same step may read blocks
     that this step computes.
+
+    Where the deployment has a cluster secret, every call carries it in the metadata authorization: Bearer SECRET; a call
+    without it ends UNAUTHENTICATED / CLUSTER_SECRET_MISSING, with another one CLUSTER_SECRET_WRONG.
     """
 
     def GetCapabilities(self, request, context):
@@ -177,6 +183,9 @@ class WorkerService:
     10. Sizes and limits are declared in GetCapabilities and enforced on both sides.
     11. Within a step, in every layer, all KV writes come before any attention: rows admitted in the same step may read blocks
     that this step computes.
+
+    Where the deployment has a cluster secret, every call carries it in the metadata authorization: Bearer SECRET; a call
+    without it ends UNAUTHENTICATED / CLUSTER_SECRET_MISSING, with another one CLUSTER_SECRET_WRONG.
     """
 
     @staticmethod

@@ -52,6 +52,9 @@ class WorkerServiceStub:
     10. Sizes and limits are declared in GetCapabilities and enforced on both sides.
     11. Within a step, in every layer, all KV writes come before any attention: rows admitted in the same step may read blocks
         that this step computes.
+
+    Where the deployment has a cluster secret, every call carries it in the metadata authorization: Bearer SECRET; a call
+    without it ends UNAUTHENTICATED / CLUSTER_SECRET_MISSING, with another one CLUSTER_SECRET_WRONG.
     """
 
     @_typing.overload
@@ -92,6 +95,9 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     10. Sizes and limits are declared in GetCapabilities and enforced on both sides.
     11. Within a step, in every layer, all KV writes come before any attention: rows admitted in the same step may read blocks
         that this step computes.
+
+    Where the deployment has a cluster secret, every call carries it in the metadata authorization: Bearer SECRET; a call
+    without it ends UNAUTHENTICATED / CLUSTER_SECRET_MISSING, with another one CLUSTER_SECRET_WRONG.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -128,6 +134,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     10. Sizes and limits are declared in GetCapabilities and enforced on both sides.
     11. Within a step, in every layer, all KV writes come before any attention: rows admitted in the same step may read blocks
         that this step computes.
+
+    Where the deployment has a cluster secret, every call carries it in the metadata authorization: Bearer SECRET; a call
+    without it ends UNAUTHENTICATED / CLUSTER_SECRET_MISSING, with another one CLUSTER_SECRET_WRONG.
     """
 
     @_abc_1.abstractmethod

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scheduler_svc.config import FrontendSettings
 from scheduler_svc.frontend.limits import Limits
 from scheduler_svc.frontend.server import SERVICE, FrontEndProcess
+from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from stepfence.v1 import generation_service_pb2 as pb
 from stepfence.v1 import generation_service_pb2_grpc
 from stepfence.v1.sampling_pb2 import SamplingParams
@@ -74,12 +75,18 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @contextlib.asynccontextmanager
 async def front_end(
-    double: SessionDouble, *, ready: bool = True, limits: Limits | None = None, **settings: Any
+    double: SessionDouble,
+    *,
+    ready: bool = True,
+    limits: Limits | None = None,
+    secret: ClusterSecret | None = None,
+    **settings: Any,
 ) -> AsyncIterator[FrontEndUnderTest]:
     """Attached to the double, and ready unless told otherwise; ended at once afterwards."""
     process = FrontEndProcess(
         FrontendSettings(listen="127.0.0.1:0", scheduler=double.address, **settings),
         limits=limits,
+        secret=secret,
     )
     serving = asyncio.create_task(process.serve())
     await process.listening.wait()

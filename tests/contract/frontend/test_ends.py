@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from scheduler_svc.frontend.limits import Limits
+from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from stepfence.v1 import generation_service_pb2 as pb
 from stepfence.v1 import generation_service_pb2_grpc
 from stepfence.v1 import session_service_pb2 as session_pb
@@ -143,17 +144,18 @@ async def test_a_deadline_that_passes_here_frees_the_request() -> None:
 
 async def test_abort_ends_the_call_of_any_client_with_the_usage_so_far() -> None:
     async with served() as under_test:
-        call = under_test.stub.Generate(text_request(request_id="r1"), timeout=30)
+        call = under_test.stub.Generate(text_request(), timeout=30)
         request = await under_test.double.next_request()
         request.accept()
         request.send_tokens(b"ab")
+        request_id = (await call.read()).accepted.request_id
         async with grpc.aio.insecure_channel(under_test.address) as other:
             abort: Any = other.unary_unary(
                 "/stepfence.v1.GenerationService/Abort",
                 request_serializer=pb.AbortRequest.SerializeToString,
                 response_deserializer=pb.AbortResponse.FromString,
             )
-            await abort(pb.AbortRequest(request_id="r1"), timeout=30)
+            await abort(pb.AbortRequest(request_id=request_id), timeout=30)
         assert await request.cancelled() == session_pb.CANCEL_REASON_ABORTED
         told = await refusal(call)
         assert (told.code, told.reason) == ("CANCELLED", "ABORTED")
@@ -162,12 +164,23 @@ async def test_abort_ends_the_call_of_any_client_with_the_usage_so_far() -> None
         await under_test.until_nothing_is_left()
 
 
-@pytest.mark.parametrize("request_id", ["", "never", "done"])
-async def test_aborting_what_is_not_live_is_not_found(request_id: str) -> None:
+async def test_aborting_what_is_not_live_is_not_found() -> None:
     async with served() as under_test:
         under_test.double.play = lambda submit: [b"x"]
+        done = await under_test.stub.Complete(complete(text_request()), timeout=30)
+        for request_id in (done.request_id, "gen-" + "0" * 32):
+            told = await refusal(under_test.stub.Abort(pb.AbortRequest(request_id=request_id), timeout=30))
+            assert (told.code, told.reason) == ("NOT_FOUND", "REQUEST_NOT_FOUND")
+
+
+@pytest.mark.parametrize("request_id", ["", "never", "done"])
+async def test_an_operator_may_abort_any_id_and_hears_which_are_not_live(request_id: str) -> None:
+    secret = ClusterSecret("the-secret-of-this-test")
+    async with served(secret=secret) as under_test:
+        under_test.double.play = lambda submit: [b"x"]
         await under_test.stub.Complete(complete(text_request(request_id="done")), timeout=30)
-        told = await refusal(under_test.stub.Abort(pb.AbortRequest(request_id=request_id), timeout=30))
+        abort = under_test.stub.Abort(pb.AbortRequest(request_id=request_id), timeout=30, metadata=secret.metadata)
+        told = await refusal(abort)
         assert (told.code, told.reason) == ("NOT_FOUND", "REQUEST_NOT_FOUND")
 
 

@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from scheduler_svc.config import FrontendSettings
 from scheduler_svc.frontend.server import SERVICE, FrontEndProcess
-from scheduler_svc.grpc_options import is_loopback
+from scheduler_svc.rpc.channels import is_loopback
 from stepfence.v1 import generation_service_pb2 as pb
 from stepfence.v1 import generation_service_pb2_grpc
 from tests.contract.frontend.harness import (

@@ -11,6 +11,7 @@ import pytest
 
 from scheduler_svc.frontend.api import GenerationServicer
 from scheduler_svc.frontend.text import ByteTokenizer
+from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from stepfence.v1 import generation_service_pb2 as pb
 from stepfence.v1 import model_pb2
 from stepfence.v1.sampling_pb2 import SamplingParams
@@ -320,10 +321,11 @@ async def test_f18_a_live_id_is_refused_and_free_again_after_the_end() -> None:
 
 
 async def test_f18_an_id_is_free_right_after_an_abort() -> None:
-    async with served() as under_test:
+    secret = ClusterSecret("the-secret-of-this-test")
+    async with served(secret=secret) as under_test:
         first = under_test.stub.Generate(text_request(request_id="same"), timeout=30)
         (await under_test.double.next_request()).accept()
-        await under_test.stub.Abort(pb.AbortRequest(request_id="same"), timeout=30)
+        await under_test.stub.Abort(pb.AbortRequest(request_id="same"), timeout=30, metadata=secret.metadata)
         assert (await refusal(first)).reason == "ABORTED"
         second = under_test.stub.Generate(text_request(request_id="same"), timeout=30)
         again = await under_test.double.next_request()

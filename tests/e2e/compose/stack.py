@@ -123,12 +123,13 @@ class Stack:
         docker("image", "rm", "--force", *images, check=False)
 
     def containers(self, service: str = "") -> list[Container]:
-        """All of them, or those of one service, running or not."""
+        """Those of one service, or of all that go on running (`secret` runs once), running or not."""
         filters = ["--filter", f"label=com.docker.compose.project={self.project}"]
         if service:
             filters += ["--filter", f"label=com.docker.compose.service={service}"]
         ids = docker("ps", "--all", "--quiet", "--no-trunc", *filters).stdout.split()
-        return [Container(facts) for facts in json.loads(docker("inspect", *ids).stdout)] if ids else []
+        found = [Container(facts) for facts in json.loads(docker("inspect", *ids).stdout)] if ids else []
+        return [one for one in found if one.service == service or (not service and one.service != "secret")]
 
     def container(self, service: str) -> Container:
         """The only one of a service."""

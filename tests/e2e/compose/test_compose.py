@@ -53,7 +53,7 @@ def _config(*arguments: str, **settings: str) -> Any:
 
 def test_only_the_gpu_profile_asks_for_gpus() -> None:
     plain, gpu = _config(), _config("--profile", "gpu")
-    assert set(plain["services"]) == {"scheduler", "frontend", "worker"}
+    assert set(plain["services"]) == {"secret", "scheduler", "frontend", "worker"}
     asks = {name for name, service in gpu["services"].items() if "reservations" in str(service.get("deploy"))}
     assert asks == {"worker-gpu"}
     (device,) = gpu["services"]["worker-gpu"]["deploy"]["resources"]["reservations"]["devices"]
@@ -87,7 +87,8 @@ def test_every_documented_setting_reaches_what_it_sets() -> None:
         re.findall(r"\$\{(STEPFENCE_[A-Z_]+)|^ +(STEPFENCE_[A-Z_]+):", (ROOT / "compose.yaml").read_text(), re.M)
     )
     names = {name for pair in used for name in pair if name}
-    assert names == set(documented)
+    # A path inside the containers is no setting of the deployment.
+    assert names - {"STEPFENCE_CLUSTER_SECRET_FILE"} == set(documented)
 
 
 # --- what runs --------------------------------------------------------------------------------------------------------
@@ -98,6 +99,27 @@ def test_services_become_healthy_in_order(bare: Stack) -> None:
     scheduler, frontend = bare.container("scheduler"), bare.container("frontend")
     assert {found.health for found in bare.containers()} == {"healthy"}
     assert scheduler.first_healthy_at <= frontend.started_at
+
+
+def test_f124_a_stranger_on_the_inside_network_can_neither_drain_nor_take_over(stack: Stack) -> None:
+    (made,) = stack.containers("secret")
+    assert made.exit_code == 0 and not made.is_running
+    before = stack.lives()
+    # The same program in the front end's container, without the secret.
+    stranger = ("env", "--unset=STEPFENCE_CLUSTER_SECRET_FILE", "stepfence", "drain", "--target", "scheduler:50052")
+    refused = stack.execute("frontend", *stranger, check=False)
+    assert refused.returncode == 1 and "CLUSTER_SECRET_MISSING" in refused.stderr
+    assert not stack.status()["draining"]
+    open_worker = (
+        "import grpc; from stepfence.v1 import worker_service_pb2 as pb, worker_service_pb2_grpc as s; "
+        "stub = s.WorkerServiceStub(grpc.insecure_channel('worker:50061')); "
+        "request = pb.RunStepsRequest(open=pb.Open(scheduler_incarnation=1, epoch=1)); "
+        "list(stub.RunSteps(iter([request])))"
+    )
+    refused = stack.execute("frontend", "python", "-c", open_worker, check=False)
+    assert refused.returncode and "UNAUTHENTICATED" in refused.stderr
+    stack.up()
+    assert stack.lives() == before
 
 
 def test_containers_can_do_no_more_than_they_must(stack: Stack) -> None:

@@ -198,7 +198,7 @@ def test_help_names_what_kind_of_value_a_flag_takes(
     kinds = dict(re.findall(r"^  (--[a-z-]+) ([A-Z:]+)\b", told, re.M))
     expected = {
         "SHARE": {"--watermark", "--gpu-memory-utilization"},
-        "FILE": {"--config", "--record"},
+        "FILE": {"--config", "--record", "--cluster-secret-file"},
         "JSON": {"--script"},
         "BYTES": {"--max-prompt-bytes", "--kv-memory"},
         "NAME": {"--model", "--runner", "--device", "--dtype", "--policy", "--log-format"},

@@ -70,10 +70,10 @@ def test_status_is_text_for_people_and_json_for_programs(
     process: tuple[str, health.HealthServicer, _Scheduler], capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, _, _ = process
-    assert status.show_status(target, as_json=False) == 0
+    assert status.show_status(status.SchedulerCall(target), as_json=False) == 0
     told = capsys.readouterr().out
     assert "not ready: no worker" in told and "fe[1]: 3 streams" in told and "64 of 64" in told
-    assert status.show_status(target, as_json=True) == 0
+    assert status.show_status(status.SchedulerCall(target), as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["ranks"][0]["cause"] == "watchdog"
 
 
@@ -81,13 +81,13 @@ def test_an_inconsistent_audit_fails_and_names_what_is_broken(
     process: tuple[str, health.HealthServicer, _Scheduler], capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, _, scheduler = process
-    assert status.show_audit(target, as_json=False) == 0
+    assert status.show_audit(status.SchedulerCall(target), as_json=False) == 0
     assert "64 usable = 60 free + 3 held + 1 parked: consistent" in capsys.readouterr().out
     scheduler.consistent = False
-    assert status.show_audit(target, as_json=False) == 1
+    assert status.show_audit(status.SchedulerCall(target), as_json=False) == 1
     assert "block 3 is in two places" in capsys.readouterr().out
-    assert status.show_audit(target, as_json=True) == 1
-    assert status.show_audit("127.0.0.1:1", as_json=True) == 1
+    assert status.show_audit(status.SchedulerCall(target), as_json=True) == 1
+    assert status.show_audit(status.SchedulerCall("127.0.0.1:1"), as_json=True) == 1
     assert "stepfence up" in capsys.readouterr().err
 
 
@@ -97,7 +97,7 @@ def test_the_wrong_kind_of_process_is_told_as_such(capsys: pytest.CaptureFixture
     server.start()
     try:
         for show in (status.show_status, status.show_audit):
-            assert show(target, as_json=False) == 1
+            assert show(status.SchedulerCall(target), as_json=False) == 1
             assert (
                 "that address is not a scheduler (a front end answers on 50051 by default; the scheduler on 50052)"
                 in capsys.readouterr().err

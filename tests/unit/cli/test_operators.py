@@ -27,11 +27,11 @@ async def double() -> AsyncIterator[WorkerDouble]:
 
 
 async def _drain(scheduler: RunningScheduler) -> int:
-    return await asyncio.to_thread(status.drain, scheduler.address, None)
+    return await asyncio.to_thread(status.drain, status.SchedulerCall(scheduler.address), None)
 
 
 async def _reset(scheduler: RunningScheduler, preempt_running: bool = False) -> int:
-    return await asyncio.to_thread(status.reset_cache, scheduler.address, preempt_running)
+    return await asyncio.to_thread(status.reset_cache, status.SchedulerCall(scheduler.address), preempt_running)
 
 
 async def _exit_code(scheduler: RunningScheduler) -> int:
@@ -99,8 +99,8 @@ async def test_a_reset_succeeds_only_when_nothing_is_in_use_or_preempts_it(
 
 
 def test_a_scheduler_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert status.drain("127.0.0.1:1", None) == 1
-    assert status.reset_cache("127.0.0.1:1", preempt_running=False) == 1
+    assert status.drain(status.SchedulerCall("127.0.0.1:1"), None) == 1
+    assert status.reset_cache(status.SchedulerCall("127.0.0.1:1"), preempt_running=False) == 1
     assert capsys.readouterr().err.count("stepfence up") == 2
 
 

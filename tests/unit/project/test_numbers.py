@@ -32,11 +32,11 @@ def test_every_cited_decision_is_listed() -> None:
 
 def test_every_field_case_in_a_name_of_a_test_is_listed() -> None:
     names = re.findall(r"^ *(?:async )?def (test_\w+)", _text(), re.MULTILINE)
-    cited = {f"F{number}" for name in names for number in re.findall(r"_f(\d\d)(?=_)", name)}
+    cited = {f"F{number}" for name in names for number in re.findall(r"_f(\d\d+)(?=_)", name)}
     assert len(cited) > 30
     assert cited <= _first_columns("tests/README.md", "F")
 
 
 def test_every_field_case_in_a_comment_is_listed() -> None:
-    cited = set(re.findall(r"\bF\d\d\b", _text())) - NOT_CASES
+    cited = set(re.findall(r"\bF\d\d\d?\b", _text())) - NOT_CASES
     assert cited - _first_columns("tests/README.md", "F") <= {"F43"}, "F43 ends a range"

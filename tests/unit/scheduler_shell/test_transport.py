@@ -16,7 +16,7 @@ from scheduler_svc.core.stats import Usage
 from scheduler_svc.errors import Failure, LinkLost, LinkRefused, LinkRejected, RankUnfit
 from scheduler_svc.grpc_transport import GrpcTransport, _judged
 from scheduler_svc.resolver import SystemResolver
-from scheduler_svc.rpc_status import reason_of, to_status
+from scheduler_svc.rpc.status import reason_of, to_status
 from scheduler_svc.served_model import ServedModel
 
 

@@ -1,0 +1,208 @@
+"""Every client channel and every server of this side is made here: what they share stands in one place.
+
+Channels go straight to their address: a proxy that the environment names (http_proxy) would otherwise see, and perhaps
+refuse, what the parts send each other. A test refuses channels that are made elsewhere.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, NoReturn
+
+import grpc
+import grpc.aio
+
+from scheduler_svc.rpc import status
+from scheduler_svc.rpc.cluster_secret import ClusterSecret, carries_any
+
+log = logging.getLogger(__name__)
+
+Options = tuple[tuple[str, int], ...]
+
+MAX_MESSAGE_BYTES: Final = 16 << 20
+
+SERVER_OPTIONS: Final[Options] = (
+    # A second process that listens on the same port fails to bind.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", -1),
+    # Clients may ping while their call is silent, as often as they like.
+    ("grpc.http2.min_ping_interval_without_data_ms", 100),
+    ("grpc.http2.max_ping_strikes", 0),
+    # Notices clients that are gone without a word.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+# The scheduler's channel to one worker. It has a connection of its own: gRPC would share one, and its back-off, between
+# channels to the same address. The pings find a peer that is gone without a word, also while no step is under way; a
+# worker whose process stands still does not answer them either, and is then out of reach.
+TO_WORKER: Final[Options] = (
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 4_000),
+    # Without it a ping without an answer counts for a minute, whatever the line above says.
+    ("grpc.http2.ping_timeout_ms", 4_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_retries", 0),
+    # This client dials again itself, with a new channel.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+)
+
+# A front end's channel to its scheduler.
+TO_SCHEDULER: Final[Options] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", -1),
+    # gRPC's own waiting between attempts must not be longer than ours.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2000),
+    ("grpc.max_reconnect_backoff_ms", 400),
+    # A scheduler that was started anew may have another address behind the same name; gRPC would look again after 30 s.
+    ("grpc.dns_min_time_between_resolutions_ms", 500),
+    # A scheduler whose host vanished sends nothing, not even the end of the connection.
+    ("grpc.keepalive_time_ms", 5000),
+    ("grpc.keepalive_timeout_ms", 5000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Other channels of this process do not share its connections and their waiting.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+# The command line's channel: texts up to the largest message a server takes.
+FROM_COMMAND_LINE: Final[Options] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+
+_DIRECT: Final[Options] = (("grpc.enable_http_proxy", 0),)
+
+
+# --- client channels ------------------------------------------------------------------------------------------------
+
+
+def channel(address: str, options: Options = ()) -> grpc.aio.Channel:
+    """An asyncio channel in plain text to HOST:PORT, never through a proxy."""
+    return grpc.aio.insecure_channel(address, options=(*options, *_DIRECT))
+
+
+def blocking_channel(target: str, options: Options = FROM_COMMAND_LINE, *, use_proxy: bool = False) -> grpc.Channel:
+    """A channel for commands, in plain text. use_proxy: through the proxy that the environment names, if any."""
+    return grpc.insecure_channel(target, options=options if use_proxy else (*options, *_DIRECT))
+
+
+# --- servers --------------------------------------------------------------------------------------------------------
+
+
+def server(*, secret: ClusterSecret | None = None, guarded: Sequence[str] = ()) -> grpc.aio.Server:
+    """An asyncio server. Calls of the `guarded` services (full names) must carry `secret`, when there is one."""
+    interceptors = [] if secret is None else [_Guard(secret, guarded)]
+    return grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
+
+
+class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Refuses UNAUTHENTICATED, before the handler sees a message, what does not carry the cluster secret."""
+
+    def __init__(self, secret: ClusterSecret, services: Sequence[str]) -> None:
+        self._secret = secret
+        self._prefixes = tuple(f"/{service}/" for service in services)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler = await continuation(handler_call_details)
+        metadata: Any = handler_call_details.invocation_metadata
+        method: Any = handler_call_details.method
+        if handler is None or not method.startswith(self._prefixes) or self._secret.is_in(metadata):
+            return handler
+        return _refusing(handler, status.WRONG_SECRET if carries_any(metadata) else status.NO_SECRET)
+
+
+def _refusing(handler: grpc.RpcMethodHandler[Any, Any], refusal: status.Refusal) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler of the same shape that ends every call with the refusal."""
+
+    async def refuse(_: Any, context: Any) -> NoReturn:
+        await status.abort(context, refusal)
+
+    shapes: dict[tuple[bool, bool], Callable[..., grpc.RpcMethodHandler[Any, Any]]] = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }
+    return shapes[bool(handler.request_streaming), bool(handler.response_streaming)](refuse)
+
+
+# --- listening ------------------------------------------------------------------------------------------------------
+
+
+def listen(server: grpc.aio.Server, address: str) -> int:
+    """Let `server` listen on HOST:PORT; the real port. Raises OSError whose text is the system's reason."""
+    # Asked first: gRPC gives the reason only in a line of its own on stderr.
+    cause = _bind_error(address)
+    if cause is None:
+        try:
+            if port := server.add_insecure_port(address):
+                return port
+        except RuntimeError as error:
+            cause = str(error)
+    raise OSError(cause or "taken, or not of this machine")
+
+
+def _bind_error(address: str) -> str | None:
+    """Why HOST:PORT cannot be listened on, in the system's words; None when it can."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    cause = "no address"
+    try:
+        # A machine without IPv6 listens on 0.0.0.0 instead.
+        hosts = (host, "0.0.0.0") if host == "::" else (host,)
+        found = [info for name in hosts for info in socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)]
+    except OSError as error:
+        return error.strerror or str(error)
+    for family, kind, _, _, where in found:
+        try:
+            with socket.socket(family, kind) as probe:
+                # As servers do: a port whose last connections linger may be used again.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(where)
+                return None
+        except OSError as error:
+            cause = error.strerror or str(error)
+    return cause
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that listens there."""
+    name = host.strip("[]")
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"
+
+
+def warn_when_exposed(address: str, danger: str) -> None:
+    """Log a warning when other machines can reach HOST:PORT. danger: what that means there, and what to do."""
+    if not is_loopback(address.rpartition(":")[0]):
+        log.warning("reachable from other machines: %s", danger, extra={"address": address})
+
+
+# What `warn_when_exposed` says about a port between the parts.
+GUARDED: Final = (
+    "calls must carry the cluster secret, which travels unencrypted: keep the port inside a trusted network"
+)
+UNGUARDED: Final = (
+    "anyone who reaches the port can take the service over: set --cluster-secret-file for all parts, and keep the port "
+    "inside a trusted network"
+)
+OPEN_TO_CLIENTS: Final = "without TLS or authentication of clients: keep the port inside a trusted network"
