@@ -375,6 +375,8 @@ def test_down_leaves_nothing(project: Stack) -> None:
 
 async def test_parts_may_start_in_any_order_and_workers_late(bare: Stack) -> None:
     start = ("up", "--detach", "--no-build", "--no-deps")
+    # All parts read the cluster secret, so it is made before any of them.
+    bare.compose("run", "--rm", "--no-TTY", "secret")
     bare.compose(*start, "frontend")
     await _until_refused(bare, "SCHEDULER_UNAVAILABLE")
     assert "no connection to the scheduler" in bare.logs("frontend")
