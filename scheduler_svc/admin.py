@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from scheduler_svc.service import SchedulerService
-from scheduler_svc.worker_client import RankClient
+from scheduler_svc.workers.client import RankClient
 from stepfence.v1 import admin_service_pb2 as pb
 from stepfence.v1 import admin_service_pb2_grpc
 

@@ -95,8 +95,10 @@ class WorkerCapabilities:
     max_num_rows: int
     max_num_batched_tokens: int
     max_message_bytes: int
+    max_num_drafts: int
+    verifies_sampled_drafts: bool
     description: str
-    # Its host name; "" when it told none, or one that nobody should have to read.
+    # Its host name; "" when it gave none, or one that is not printable or too long.
     host: str = ""
 
 
@@ -156,6 +158,8 @@ def decode_capabilities(data: bytes) -> WorkerCapabilities:
         max_num_rows=message.max_num_rows,
         max_num_batched_tokens=message.max_num_batched_tokens,
         max_message_bytes=message.max_message_bytes,
+        max_num_drafts=message.max_num_drafts,
+        verifies_sampled_drafts=message.verifies_sampled_drafts,
         description=" ".join(part for part in (message.runner, message.device, message.dtype) if part),
         host=_host(message.host),
     )

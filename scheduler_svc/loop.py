@@ -30,7 +30,7 @@ from scheduler_svc.core.events import (
 )
 from scheduler_svc.core.output import SchedulerOutput
 from scheduler_svc.facts import MetricsSink, Recorder
-from scheduler_svc.worker_client import RankClient
+from scheduler_svc.workers.client import RankClient
 
 log = logging.getLogger(__name__)
 

@@ -22,14 +22,14 @@ from scheduler_svc.admin import AdminServicer
 from scheduler_svc.config import SchedulerSettings, SettingsError, read_secret
 from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.facts import MetricsSink, Recorder
-from scheduler_svc.grpc_transport import GrpcTransport
 from scheduler_svc.metrics import MetricsServer, PrometheusMetrics, collect
-from scheduler_svc.resolver import SystemResolver
 from scheduler_svc.rpc import channels
 from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from scheduler_svc.service import SchedulerService, ServiceOptions
 from scheduler_svc.session import SessionServicer
-from scheduler_svc.worker_client import Patience
+from scheduler_svc.workers.grpc_transport import GrpcTransport
+from scheduler_svc.workers.resolver import SystemResolver
+from scheduler_svc.workers.session import Timeouts
 from stepfence.v1 import (
     admin_service_pb2,
     admin_service_pb2_grpc,
@@ -208,7 +208,7 @@ class SchedulerProcess:
             core_config(settings),
             ServiceOptions(
                 workers=settings.worker,
-                patience=Patience(
+                timeouts=Timeouts(
                     step_watchdog_s=settings.step_watchdog_s,
                     first_steps_watchdog_s=max(settings.first_steps_watchdog_s, settings.step_watchdog_s),
                 ),

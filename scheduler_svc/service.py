@@ -34,11 +34,13 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.errors import SHUT_DOWN
 from scheduler_svc.facts import MetricsSink, NullMetrics, NullRecorder, Recorder
 from scheduler_svc.loop import LoopLimits, SchedulerLoop
-from scheduler_svc.served_model import ServedModel
 from scheduler_svc.session import SessionHub
-from scheduler_svc.worker_client import Geometry, Patience, RankClient, RankRegister
-from scheduler_svc.worker_pool import WorkerPool
-from scheduler_svc.worker_transport import AddressResolver, WorkerTransport
+from scheduler_svc.workers.client import RankClient
+from scheduler_svc.workers.fitness import RankRegister, SessionConfig
+from scheduler_svc.workers.pool import WorkerPool
+from scheduler_svc.workers.served_model import ServedModel
+from scheduler_svc.workers.session import Timeouts
+from scheduler_svc.workers.transport import AddressResolver, WorkerTransport
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ class ServiceOptions:
     """What the shell needs to know besides the core's configuration. Seconds and bytes."""
 
     workers: tuple[str, ...] = ()
-    patience: Patience = field(default_factory=Patience)
+    timeouts: Timeouts = field(default_factory=Timeouts)
     limits: LoopLimits = field(default_factory=LoopLimits)
     drain_deadline_s: float = 30.0
     max_outgoing_bytes: int = 16 << 20
@@ -245,14 +247,15 @@ class SchedulerService:
             self.loop,
             self.model,
             self._register,
-            geometry=Geometry(
+            config=SessionConfig(
                 block_size=config.block_size,
                 num_rows=config.num_rows,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=config.max_model_len,
                 max_inflight_steps=config.max_inflight_steps,
+                num_speculative_tokens=config.num_speculative_tokens,
             ),
-            patience=self.options.patience,
+            timeouts=self.options.timeouts,
             scheduler_incarnation=self.incarnation,
             rng=self._rng,
             metrics=self._metrics,

@@ -32,7 +32,7 @@ from scheduler_svc.errors import Code, Failure, SessionProtocolError
 from scheduler_svc.facts import MetricsSink
 from scheduler_svc.loop import SchedulerLoop
 from scheduler_svc.rpc.status import abort
-from scheduler_svc.served_model import ServedModel
+from scheduler_svc.workers.served_model import ServedModel
 from stepfence.v1 import session_service_pb2, session_service_pb2_grpc
 
 log = logging.getLogger(__name__)

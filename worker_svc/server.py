@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from typing import Any, Final
 
 import grpc
@@ -24,11 +23,12 @@ from grpc_reflection.v1alpha import reflection
 from stepfence.v1 import worker_service_pb2_grpc
 from worker_svc.cluster_secret import Guard
 from worker_svc.config import WorkerSettings, parse_address
+from worker_svc.faulty_service import FaultyWorkerService
 from worker_svc.limits import MAX_MESSAGE_BYTES
 from worker_svc.runner.base import Runner
 from worker_svc.runner.script import Script
 from worker_svc.runner.scripted import DEFAULT_MAX_MODEL_LEN, DEFAULT_NUM_BLOCKS, ScriptedRunner
-from worker_svc.service import SERVICE_NAME, Distortion, WorkerService
+from worker_svc.service import SERVICE_NAME, WorkerService
 
 log = logging.getLogger(__name__)
 
@@ -148,16 +148,18 @@ class WorkerServer:
         await self._health.set(SERVICE_NAME, status)
 
 
-def runner_loader(settings: WorkerSettings) -> tuple[Callable[[], Runner], Distortion | None]:
-    """How to load the runner that the settings name, and how it distorts answers. Imports torch only when called
-    for."""
+def make_service(settings: WorkerSettings) -> WorkerService:
+    """The service with the runner that the settings name. Imports torch only when the runner needs it."""
+    host = socket.gethostname()
     if settings.runner == "scripted":
         script = settings.script or Script()
         num_blocks = settings.num_blocks or DEFAULT_NUM_BLOCKS
         max_model_len = settings.max_model_len or DEFAULT_MAX_MODEL_LEN
         runner = ScriptedRunner(script, num_blocks=num_blocks, max_model_len=max_model_len)
-        return runner.load, runner.distort
-    return lambda: _load_model(settings), None
+        if script.faults:
+            return FaultyWorkerService(runner.load, distort=runner.distort, host=host)
+        return WorkerService(runner.load, host=host)
+    return WorkerService(lambda: _load_model(settings), host=host)
 
 
 def _load_model(settings: WorkerSettings) -> Runner:
@@ -173,8 +175,7 @@ def _load_model(settings: WorkerSettings) -> Runner:
 
 async def serve(settings: WorkerSettings, secret: str | None = None) -> int:
     """Run a worker until it is told to stop or cannot go on; returns the exit code. Handles SIGINT and SIGTERM."""
-    load, distort = runner_loader(settings)
-    server = WorkerServer(WorkerService(load, distort=distort, host=socket.gethostname()), secret)
+    server = WorkerServer(make_service(settings), secret)
     stop = _Signals()
     try:
         address = await server.listen(settings.listen)

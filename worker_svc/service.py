@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final, NoReturn
 
 import grpc
@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 
 Requests = AsyncIterator[worker_service_pb2.RunStepsRequest]
 Context = grpc.aio.ServicerContext[Any, Any]
-# Turns one answer into those that are really given; the scripted worker uses it to answer wrongly on purpose.
-Distortion = Callable[[StepAnswer], Iterable[StepAnswer]]
 # Makes what drives the runner, as Executor does.
 MakeExecutor = Callable[[Callable[[], Runner], Callable[[Epoch, StepAnswer], None]], Executor]
 
@@ -68,7 +66,6 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         *,
         keep_state_s: float = 10.0,
         open_timeout_s: float = 10.0,
-        distort: Distortion | None = None,
         host: str = "",
         incarnation: int | None = None,
         make_executor: MakeExecutor = Executor,
@@ -78,7 +75,6 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         self._executor: Final = make_executor(load, self._on_answer)
         self._keep_state_s: Final = keep_state_s
         self._open_timeout_s: Final = open_timeout_s
-        self._distort: Final = distort
         self._host: Final = host
         self._loaded: Loaded | None = None
         self._epoch: Epoch | None = None
@@ -288,20 +284,14 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
 
     def _on_answer(self, epoch: Epoch, answer: StepAnswer) -> None:
         if epoch is self._epoch:
-            for given in (answer,) if self._distort is None else self._distort(answer):
-                self._give(epoch, given, answer.step_seq)
+            self._deliver(epoch, answer)
         if answer.failure is FailureKind.DEVICE:
             self._exit_soon(answer.message)
 
-    def _give(self, epoch: Epoch, answer: StepAnswer, step_seq: int) -> None:
-        stream = self._stream
-        if answer.step_seq == step_seq and epoch.answer(step_seq) is None:
-            epoch.remember(answer)
-            if stream is not None:
-                stream.pump()
-        elif stream is not None:
-            # Only a distorted answer comes here: out of order, or once more.
-            stream.push(codec.encode_answer(answer))
+    def _deliver(self, epoch: Epoch, answer: StepAnswer) -> None:
+        epoch.remember(answer)
+        if self._stream is not None:
+            self._stream.pump()
 
     def _attach(self, stream: StepStream, epoch: Epoch) -> None:
         self._cancel_forgetting()

@@ -22,7 +22,7 @@ from scheduler_svc.frontend import codec as front_end_codec
 from scheduler_svc.frontend.calls import Delta, GenerateCall, IdsPrompt, Sampling
 from scheduler_svc.frontend.errors import RequestError
 from scheduler_svc.service import ServiceOptions
-from scheduler_svc.worker_client import Patience
+from scheduler_svc.workers.session import Timeouts
 from stepfence.v1 import session_service_pb2, worker_service_pb2
 from tests.fuzz import corpus
 from tests.fuzz.mutation import Mutator
@@ -61,7 +61,7 @@ class Deployment:
             SchedulerConfig(
                 block_size=4, max_num_seqs=8, max_num_batched_tokens=32, max_model_len=256, max_queued_requests=64
             ),
-            ServiceOptions(workers=(_WORKER,), patience=Patience(step_watchdog_s=2.0, first_steps_watchdog_s=2.0)),
+            ServiceOptions(workers=(_WORKER,), timeouts=Timeouts(step_watchdog_s=2.0, first_steps_watchdog_s=2.0)),
             names=Names(),
             rng=random.Random(self.rng.getrandbits(32)),
             accuse=self.problems.append,

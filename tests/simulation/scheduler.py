@@ -13,10 +13,10 @@ from scheduler_svc.core import invariants
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.events import Event, RankJoined, RankLost
 from scheduler_svc.core.output import SchedulerOutput
-from scheduler_svc.grpc_transport import _judged
 from scheduler_svc.service import SchedulerService, ServiceOptions
 from scheduler_svc.session import SessionServicer
-from scheduler_svc.worker_transport import StepStream, WorkerLink
+from scheduler_svc.workers.grpc_transport import _judged
+from scheduler_svc.workers.transport import StepStream, WorkerLink
 from stepfence.v1 import session_service_pb2, worker_service_pb2
 from tests.simulation.hosts import Process
 from tests.simulation.network import Call, Keepalive, Network, streaming, unary

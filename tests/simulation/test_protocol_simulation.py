@@ -18,7 +18,8 @@ from scheduler_svc.core.kv.manager import KvManager
 from scheduler_svc.core.request import Request
 from scheduler_svc.frontend.session_client import SessionClient
 from scheduler_svc.session import FrontEndSession
-from scheduler_svc.worker_client import RankClient
+from scheduler_svc.workers.actions import Action
+from scheduler_svc.workers.session import WorkerSession
 from tests.simulation.search import worlds
 from tests.simulation.world import TROUBLES, SimulationFailure, run_world
 from worker_svc import codec
@@ -99,7 +100,7 @@ def apply_late_results(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker's outbox survives its epoch: what it finished of one that is over goes out before the next answer. And
     the scheduler takes whatever result comes as the one of its oldest step."""
     outbox: list[StepAnswer] = []
-    on_answer, take_result = WorkerService._on_answer, RankClient._take_result
+    on_answer, take_result = WorkerService._on_answer, WorkerSession._result
 
     def collect(self: Executor, item: Any) -> None:
         answer = StepAnswer(item.step.epoch, item.step.step_seq, item.launched.collect())
@@ -114,14 +115,14 @@ def apply_late_results(monkeypatch: pytest.MonkeyPatch) -> None:
             outbox.clear()
         on_answer(self, epoch, answer)
 
-    def take_any(self: RankClient, result: StepResult) -> None:
-        if self._num_transmitted:
-            result = replace(result, epoch=self._epoch, step_seq=self._steps[0].wire_seq)
-        take_result(self, result)
+    def take_any(self: WorkerSession, result: StepResult, now: float) -> list[Action]:
+        if self._window._num_sent:
+            result = replace(result, epoch=self.epoch, step_seq=self._window._frames[0].wire_seq)
+        return take_result(self, result, now)
 
     monkeypatch.setattr(Executor, "_collect", collect)
     monkeypatch.setattr(WorkerService, "_on_answer", on_late_answer)
-    monkeypatch.setattr(RankClient, "_take_result", take_any)
+    monkeypatch.setattr(WorkerSession, "_result", take_any)
 
 
 def forget_answers_too_early(monkeypatch: pytest.MonkeyPatch) -> None:

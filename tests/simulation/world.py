@@ -19,7 +19,7 @@ from typing import Any, Final
 from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.frontend.errors import Code, RequestError
 from scheduler_svc.service import SchedulerService, ServiceOptions
-from scheduler_svc.worker_client import Patience
+from scheduler_svc.workers.session import Timeouts
 from tests.simulation.clients import Client, Wish, make_wishes
 from tests.simulation.frontend import FrontEndProcess
 from tests.simulation.hosts import Process, SimulationLoop, current_process
@@ -115,7 +115,7 @@ def _draw_options(rng: random.Random, names: list[str]) -> tuple[ServiceOptions,
     is_named = rng.random() < 0.2
     options = ServiceOptions(
         workers=("dns:///worker:50061",) if is_named else tuple(names),
-        patience=Patience(
+        timeouts=Timeouts(
             step_watchdog_s=watchdog_s, first_steps_watchdog_s=rng.choice((watchdog_s, 3.0 * watchdog_s))
         ),
         drain_deadline_s=rng.choice((1.0, 30.0)),
@@ -226,7 +226,7 @@ class World:
             history = "\n  ".join(self._history)
             raise SimulationFailure(
                 f"seed {self.seed}: {problems[0]}" + f" (and {len(problems) - 1} more)" * (len(problems) > 1) + f"\n"
-                f"setting: {self.setting.config} {self.setting.options.patience}\nhistory:\n  {history}"
+                f"setting: {self.setting.config} {self.setting.options.timeouts}\nhistory:\n  {history}"
             )
 
     # --- lives ---

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from scheduler_svc.errors import LinkLost, LinkRefused, LinkRejected
-from scheduler_svc.worker_transport import StepStream, WorkerLink
+from scheduler_svc.workers.transport import StepStream, WorkerLink
 from stepfence.v1 import worker_service_pb2
 from tests.support.worker_double import BreachError, Capabilities, WorkerDouble
 

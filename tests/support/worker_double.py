@@ -51,6 +51,8 @@ class Capabilities:
     max_num_rows: int = 4096
     max_num_batched_tokens: int = 8192
     max_message_bytes: int = 16 << 20
+    max_num_drafts: int = 16
+    verifies_sampled_drafts: bool = True
     protocol_revision: int = 1
     num_blocks: int = 512
     host: str = ""

@@ -9,6 +9,7 @@ from typing import Any
 
 from stepfence.v1 import sampling_pb2, worker_service_pb2
 from tests.support.scheduler_double import GREEDY, Book, SchedulerDouble, StepSession, ids_of, new_request
+from worker_svc.faulty_service import FaultyWorkerService
 from worker_svc.runner.base import Runner
 from worker_svc.runner.script import Fault, FaultKind, Script
 from worker_svc.runner.scripted import ScriptedRunner
@@ -86,9 +87,12 @@ async def own_worker(
     """Start one, loaded and ready, and stop it afterwards. `wrap` may put something around the runner."""
     exit_codes: list[int] = []
     runner = ScriptedRunner(script, num_blocks=num_blocks, max_model_len=max_model_len, leave=exit_codes.append)
-    service = WorkerService(
-        lambda: wrap(runner.load()), keep_state_s=keep_state_s, open_timeout_s=open_timeout_s, distort=runner.distort
-    )
+    options: dict[str, Any] = {"keep_state_s": keep_state_s, "open_timeout_s": open_timeout_s}
+    service: WorkerService
+    if script is not None and script.faults:
+        service = FaultyWorkerService(lambda: wrap(runner.load()), distort=runner.distort, **options)
+    else:
+        service = WorkerService(lambda: wrap(runner.load()), **options)
     server = WorkerServer(service, secret)
     address = await server.listen("127.0.0.1:0")
     try:

@@ -137,7 +137,7 @@ async def test_a_withheld_answer_never_comes_and_the_next_ones_wait_behind_it() 
 
 async def test_a_worker_that_loads_says_so_and_becomes_ready() -> None:
     runner = ScriptedRunner(script(load_delay_s=60.0))
-    server = WorkerServer(WorkerService(runner.load, distort=runner.distort))
+    server = WorkerServer(WorkerService(runner.load))
     address = await server.listen("127.0.0.1:0")
     loading = asyncio.create_task(server.load())
     try:

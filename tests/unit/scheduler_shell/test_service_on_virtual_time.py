@@ -17,7 +17,8 @@ from scheduler_svc.core.events import Event, StepAcked
 from scheduler_svc.core.output import SchedulerOutput
 from scheduler_svc.service import SchedulerService, ServiceOptions
 from scheduler_svc.session import FrontEndSession
-from scheduler_svc.worker_client import Patience, RankClient
+from scheduler_svc.workers.client import RankClient
+from scheduler_svc.workers.session import Timeouts
 from stepfence.v1 import sampling_pb2, session_service_pb2, worker_service_pb2
 from tests.support.simulated_workers import SimulatedNetwork, SimulatedWorker
 from tests.support.virtual_time import run_virtually
@@ -64,10 +65,10 @@ class World:
         self.network = SimulatedNetwork()
         self.names = Names()
         self.history = History()
-        self.patience = Patience()
+        self.timeouts = Timeouts()
         self.service = SchedulerService(
             SchedulerConfig(**{"block_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 64, **config}),
-            ServiceOptions(workers=workers, patience=self.patience, log_requests=log_requests),
+            ServiceOptions(workers=workers, timeouts=self.timeouts, log_requests=log_requests),
             transport=self.network,
             resolver=self.names,
             rng=random.Random(1),
@@ -330,14 +331,15 @@ async def test_every_address_of_a_name_is_a_rank_that_comes_and_goes() -> None:
 
 
 @virtually
-async def test_two_addresses_of_one_worker_are_one_rank() -> None:
+async def test_f87_two_addresses_of_one_worker_are_one_rank_and_do_not_throw_each_other_out() -> None:
     async with world(A, B) as sim:
         worker = sim.add(A)
         sim.network.workers[B] = worker
-        await asyncio.sleep(30)
-        assert len(sim.service.core.rank_names) == 1
-        causes = [client.cause for client in sim.service.pool.clients if not client.is_connected]
-        assert "the same worker process is rank" in causes[0]
+        await asyncio.sleep(60)
+        (rank,) = sim.service.core.rank_names
+        assert [opening.epoch for opening in worker.double.opens] == [1]
+        (refused,) = [client for client in sim.service.pool.clients if client.rank != rank]
+        assert refused.cause == f"the same worker process is rank {rank} already"
 
 
 @virtually

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
-from scheduler_svc.worker_client import RankState
-from scheduler_svc.worker_pool import WorkerPool
+from scheduler_svc.workers.pool import WorkerPool
+from scheduler_svc.workers.session import RankState
 from tests.support.virtual_time import run_virtually
 
 NAME = "dns:///worker:50061"

@@ -14,7 +14,7 @@ from scheduler_svc.rpc import cluster_secret
 from scheduler_svc.rpc.channels import TO_WORKER, channel
 from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from scheduler_svc.rpc.status import reason_of
-from scheduler_svc.worker_transport import StepStream, WorkerLink
+from scheduler_svc.workers.transport import StepStream, WorkerLink
 from stepfence.v1 import worker_service_pb2
 
 _SERVICE: Final = f"/{worker_service_pb2.DESCRIPTOR.services_by_name['WorkerService'].full_name}"

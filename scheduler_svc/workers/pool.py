@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
-from scheduler_svc.worker_client import RankClient, RankState
-from scheduler_svc.worker_transport import AddressResolver
+from scheduler_svc.workers.client import RankClient
+from scheduler_svc.workers.session import RankState
+from scheduler_svc.workers.transport import AddressResolver
 
 log = logging.getLogger(__name__)
 
