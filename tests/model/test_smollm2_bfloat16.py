@@ -11,8 +11,7 @@ from tokenizers import Tokenizer
 from tests.support.oracle import OracleEntry, OraclePrompt
 from tests.support.step_loop import StepLoop
 from worker_svc.attention.base import RaggedBatch
-from worker_svc.kv_cache import KvCache, KvShape
-from worker_svc.models.llama import ForwardInput
+from worker_svc.models.base import ForwardInput
 from worker_svc.runner.model_runner import ModelRunner
 
 pytestmark = pytest.mark.model
@@ -24,13 +23,12 @@ def _logits(runner: ModelRunner, token_ids: tuple[int, ...]) -> torch.Tensor:
     """Logits of every position of a prompt."""
     model, attention = runner._model, runner._attention
     num = len(token_ids)
-    shape = KvShape(model.config.num_layers, 16, model.config.num_kv_heads, model.config.head_dim, model.dtype)
     num_blocks = -(-num // 16)
     table = np.arange(1, num_blocks + 1, dtype=np.int32)[None]
     ragged = RaggedBatch(np.array([0, num], np.int32), np.array([num], np.int32), table)
     positions = torch.arange(num)
     with torch.inference_mode():
-        kv = KvCache(shape, num_blocks + 1, model.device)
+        kv = attention.new_kv(model.config.kv_shape(16, model.dtype), num_blocks + 1)
         plan = attention.plan(ragged, 16)
         step = ForwardInput(torch.tensor(token_ids), positions, positions + 16, positions, plan)
         return model.forward(step, kv, attention)

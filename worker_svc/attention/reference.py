@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from worker_svc.attention.base import RaggedBatch
+from worker_svc.attention.base import AttentionSpec, Int64Array, RaggedBatch
+from worker_svc.attention.paged_kv import BlockMajorKv, KvShape, PagedKv
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,35 +19,58 @@ class _Plan:
 
 
 class ReferenceAttention:
-    """Obvious and slow."""
+    """Obvious and slow. Computes every AttentionSpec."""
 
     block_size_multiple = 1
+
+    def unsupported(self, spec: AttentionSpec) -> str | None:
+        """See AttentionBackend."""
+        return None
+
+    def new_kv(self, shape: KvShape, num_blocks: int) -> PagedKv:
+        """See AttentionBackend."""
+        return BlockMajorKv(shape, num_blocks, torch.device("cpu"))
+
+    def row_order(self, num_computed: Int64Array, num_tokens: Int64Array) -> npt.NDArray[np.intp]:
+        """As the step has them."""
+        return np.arange(len(num_tokens))
 
     def plan(self, batch: RaggedBatch, block_size: int) -> _Plan:
         """Nothing to prepare."""
         return _Plan(batch, block_size)
 
+    def write(self, kv: PagedKv, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """See AttentionBackend."""
+        assert isinstance(kv, BlockMajorKv)
+        kv.write(layer, slots, k, v)
+
     def attend(
         self,
         plan: _Plan,
+        spec: AttentionSpec,
         q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        kv: PagedKv,
+        layer: int,
         fresh: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """See AttentionBackend. `fresh` is ignored: the cache is the truth."""
+        """See AttentionBackend. `fresh` is ignored: the pool is the truth."""
+        assert isinstance(kv, BlockMajorKv)
         num_tokens, num_heads, head_dim = q.shape
-        group = num_heads // k_cache.shape[2]
+        group = num_heads // spec.num_kv_heads
         out = torch.zeros(num_tokens, num_heads, head_dim, dtype=torch.float64)
-        for b, kv_len in enumerate(plan.batch.kv_len.tolist()):
-            slots = [(int(plan.batch.block_table[b, p // plan.block_size]), p % plan.block_size) for p in range(kv_len)]
-            keys = torch.stack([k_cache[block, offset] for block, offset in slots]).double()
-            values = torch.stack([v_cache[block, offset] for block, offset in slots]).double()
-            first, end = plan.batch.cu_q[b].item(), plan.batch.cu_q[b + 1].item()
+        batch, size = plan.batch, plan.block_size
+        for b, seq_len in enumerate(batch.seq_lens.tolist()):
+            slots = [(int(batch.block_table[b, p // size]), p % size) for p in range(seq_len)]
+            keys = torch.stack([kv.keys[layer][block, offset] for block, offset in slots]).double()
+            values = torch.stack([kv.values[layer][block, offset] for block, offset in slots]).double()
+            first, end = batch.query_start_loc[b].item(), batch.query_start_loc[b + 1].item()
             for token in range(first, end):
-                visible = kv_len - (end - 1 - token)
+                last = seq_len - (end - 1 - token)
+                start = 0 if spec.window is None else max(0, last - spec.window)
                 for head in range(num_heads):
-                    k, v = keys[:visible, head // group], values[:visible, head // group]
-                    weights = torch.softmax(k @ q[token, head].double() / math.sqrt(head_dim), dim=0)
-                    out[token, head] = weights @ v
+                    k, v = keys[start:last, head // group], values[start:last, head // group]
+                    scores = (k @ q[token, head].double()) * spec.scale
+                    if spec.soft_cap is not None:
+                        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+                    out[token, head] = torch.softmax(scores, dim=0) @ v
         return out.to(q.dtype).reshape(num_tokens, num_heads * head_dim)

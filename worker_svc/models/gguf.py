@@ -1,7 +1,7 @@
 """GGUF files, converted once into a Hugging Face directory that loads in about a second.
 
-Only files whose architecture is `llama` (Llama, SmolLM2). Weights are dequantised to float32, exactly as gguf's own
-`dequantize` gives them; q and k rows, which llama.cpp stores interleaved for its rope, are put back.
+Which architectures: those that `registry.py` knows GGUF names for. Weights are dequantised to float32, exactly as
+gguf's own `dequantize` gives them; rows that llama.cpp stores interleaved for its rope are put back.
 """
 
 from __future__ import annotations
@@ -20,32 +20,14 @@ import torch
 from safetensors.torch import save_file
 
 from worker_svc import memory
+from worker_svc.models import registry
+from worker_svc.models.base import Architecture, GgufArchitecture
 from worker_svc.models.cache import locked
 from worker_svc.models.config import BrokenModel, UnsupportedModel
 from worker_svc.models.gguf_cache import CONVERTER_VERSION, converted_directory
 from worker_svc.models.gguf_tokenizer import tokenizer_config, write_tokenizer
 from worker_svc.models.loader import write_json
 
-_LAYER_TENSORS = {
-    "attn_norm.weight": "input_layernorm.weight",
-    "attn_q.weight": "self_attn.q_proj.weight",
-    "attn_k.weight": "self_attn.k_proj.weight",
-    "attn_v.weight": "self_attn.v_proj.weight",
-    "attn_output.weight": "self_attn.o_proj.weight",
-    "attn_q.bias": "self_attn.q_proj.bias",
-    "attn_k.bias": "self_attn.k_proj.bias",
-    "attn_v.bias": "self_attn.v_proj.bias",
-    "attn_output.bias": "self_attn.o_proj.bias",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "ffn_gate.weight": "mlp.gate_proj.weight",
-    "ffn_up.weight": "mlp.up_proj.weight",
-    "ffn_down.weight": "mlp.down_proj.weight",
-}
-_MODEL_TENSORS = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -84,16 +66,12 @@ def _file_key(source: Path) -> str:
 def _convert_into(source: Path, target: Path, name: str) -> None:
     reader = open_gguf(source)
     fields = _Fields(source, reader)
-    architecture = fields.text("general.architecture")
-    if architecture != "llama":
-        raise UnsupportedModel(f"{source}: architecture {architecture!r}; supported GGUF architectures: llama")
-    if fields.get("llama.expert_count"):
-        raise UnsupportedModel(f"{source}: a mixture of experts; supported GGUF architectures: dense llama")
-    config = _config(fields, reader)
+    architecture, names = _architecture(source, fields)
+    config = _config(fields, reader, architecture, names.name)
     num_bytes = 4 * sum(int(tensor.n_elements) for tensor in reader.tensors)
     part = memory.Part(f"of weights in float32, to convert {source.name} (once)", num_bytes)
     memory.check([part], memory.memory_limit())
-    tensors = dict(_tensors(source, reader, config))
+    tensors = dict(_tensors(source, reader, config, names))
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     (target / "model.safetensors").chmod(0o644)  # it is written for its owner only
     write_tokenizer(fields, target / "tokenizer.json")
@@ -102,6 +80,17 @@ def _convert_into(source: Path, target: Path, name: str) -> None:
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
     write_json(target / "generation_config.json", ends)
     write_json(target / "stepfence.json", {"name": name, "source": source.name, "converter": CONVERTER_VERSION})
+
+
+def _architecture(source: Path, fields: _Fields) -> tuple[Architecture, GgufArchitecture]:
+    name = fields.text("general.architecture")
+    known = registry.find_gguf(name)
+    if known is None or known.gguf is None:
+        supported = ", ".join(one.gguf.name for one in registry.ARCHITECTURES if one.gguf is not None)
+        raise UnsupportedModel(f"{source}: architecture {name!r}; supported GGUF architectures: {supported}")
+    if fields.get(f"{name}.expert_count"):
+        raise UnsupportedModel(f"{source}: a mixture of experts; supported GGUF architectures: dense {name}")
+    return known, known.gguf
 
 
 def open_gguf(source: Path) -> gguf.GGUFReader:
@@ -151,25 +140,27 @@ class _Fields(Mapping[str, Any]):
         return str(self[key])
 
 
-def _config(fields: Mapping[str, Any], reader: gguf.GGUFReader) -> dict[str, Any]:
+def _config(
+    fields: Mapping[str, Any], reader: gguf.GGUFReader, architecture: Architecture, prefix: str
+) -> dict[str, Any]:
     """config.json as transformers reads it too."""
     names = {t.name for t in reader.tensors}
-    heads = int(fields["llama.attention.head_count"])
-    hidden = int(fields["llama.embedding_length"])
-    theta = _short(fields.get("llama.rope.freq_base", 10000.0))
+    heads = int(fields[f"{prefix}.attention.head_count"])
+    hidden = int(fields[f"{prefix}.embedding_length"])
+    theta = _short(fields.get(f"{prefix}.rope.freq_base", 10000.0))
     config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [architecture.names[0]],
+        "model_type": architecture.model_type,
         "vocab_size": len(fields["tokenizer.ggml.tokens"]),
         "hidden_size": hidden,
-        "intermediate_size": int(fields["llama.feed_forward_length"]),
-        "num_hidden_layers": int(fields["llama.block_count"]),
+        "intermediate_size": int(fields[f"{prefix}.feed_forward_length"]),
+        "num_hidden_layers": int(fields[f"{prefix}.block_count"]),
         "num_attention_heads": heads,
-        "num_key_value_heads": int(fields.get("llama.attention.head_count_kv", heads)),
-        "head_dim": int(fields.get("llama.attention.key_length", hidden // heads)),
+        "num_key_value_heads": int(fields.get(f"{prefix}.attention.head_count_kv", heads)),
+        "head_dim": int(fields.get(f"{prefix}.attention.key_length", hidden // heads)),
         "hidden_act": "silu",
-        "max_position_embeddings": int(fields["llama.context_length"]),
-        "rms_norm_eps": _short(fields["llama.attention.layer_norm_rms_epsilon"]),
+        "max_position_embeddings": int(fields[f"{prefix}.context_length"]),
+        "rms_norm_eps": _short(fields[f"{prefix}.attention.layer_norm_rms_epsilon"]),
         "rope_theta": theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "tie_word_embeddings": "output.weight" not in names,
@@ -177,9 +168,9 @@ def _config(fields: Mapping[str, Any], reader: gguf.GGUFReader) -> dict[str, Any
         "mlp_bias": False,
         "torch_dtype": "float32",
     }
-    scaling = fields.get("llama.rope.scaling.type", "none")
+    scaling = fields.get(f"{prefix}.rope.scaling.type", "none")
     if scaling == "linear":
-        config["rope_parameters"] |= {"rope_type": "linear", "factor": _short(fields["llama.rope.scaling.factor"])}
+        config["rope_parameters"] |= {"rope_type": "linear", "factor": _short(fields[f"{prefix}.rope.scaling.factor"])}
     elif scaling != "none":
         raise UnsupportedModel(f"GGUF rope scaling {scaling!r}; supported: none, linear, stored factors")
     for tensor in reader.tensors:
@@ -207,25 +198,30 @@ def _short(value: float) -> float:
     return float(f"{float(value):.7g}")
 
 
-def _tensors(source: Path, reader: gguf.GGUFReader, config: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+def _tensors(
+    source: Path, reader: gguf.GGUFReader, config: Mapping[str, Any], names: GgufArchitecture
+) -> Iterator[tuple[str, torch.Tensor]]:
+    num_heads = {
+        "attention.head_count": int(config["num_attention_heads"]),
+        "attention.head_count_kv": int(config["num_key_value_heads"]),
+    }
     for tensor in reader.tensors:
         if tensor.name == _ROPE_FACTORS:
             continue
         data = np.ascontiguousarray(_dequantised(tensor), dtype=np.float32)
         kind = tensor.name.split(".")[-2]
-        if tensor.name.startswith("blk.") and kind in heads:
-            data = _undo_interleaving(data, heads[kind])
-        yield _target_name(source, tensor.name), torch.from_numpy(data.copy())
+        if tensor.name.startswith("blk.") and kind in names.interleaved:
+            data = _undo_interleaving(data, num_heads[names.interleaved[kind]])
+        yield _target_name(source, tensor.name, names), torch.from_numpy(data.copy())
 
 
-def _target_name(source: Path, name: str) -> str:
-    if name in _MODEL_TENSORS:
-        return _MODEL_TENSORS[name]
+def _target_name(source: Path, name: str, names: GgufArchitecture) -> str:
+    if name in names.model_tensors:
+        return names.model_tensors[name]
     parts = name.split(".", 2)
-    if len(parts) == 3 and parts[0] == "blk" and parts[2] in _LAYER_TENSORS:
-        return f"model.layers.{int(parts[1])}.{_LAYER_TENSORS[parts[2]]}"
-    raise UnsupportedModel(f"{source} holds a tensor {name!r} that a Llama has no place for")
+    if len(parts) == 3 and parts[0] == "blk" and parts[2] in names.layer_tensors:
+        return f"model.layers.{int(parts[1])}.{names.layer_tensors[parts[2]]}"
+    raise UnsupportedModel(f"{source} holds a tensor {name!r} that the architecture {names.name} has no place for")
 
 
 def _dequantised(tensor: gguf.ReaderTensor) -> npt.NDArray[np.float32]:

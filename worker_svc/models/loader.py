@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from worker_svc.models.base import Model
 from worker_svc.models.cache import cache_root
-from worker_svc.models.config import BrokenModel, UnsupportedModel, read_json, read_model_config
-from worker_svc.models.llama import Llama
+from worker_svc.models.config import BrokenModel, UnsupportedModel, read_json
+from worker_svc.models.registry import read_model_config
 
 # What a front end needs of a tokenizer, in the order it is sent.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -64,17 +65,17 @@ def tokenizer_files(directory: Path) -> Iterator[tuple[str, bytes]]:
                 yield name, (directory / name).read_bytes()
 
 
-def load_model(directory: Path, *, max_len: int | None, dtype: torch.dtype, device: torch.device) -> Llama:
+def load_model(directory: Path, *, max_len: int | None, dtype: torch.dtype, device: torch.device) -> Model:
     """Load a Hugging Face directory. max_len None: the model's own.
 
     Raises BrokenModel (a file missing, truncated, or of other shapes than config.json says) or UnsupportedModel.
     """
-    config = read_model_config(directory)
+    architecture, config = read_model_config(directory)
     with ExitStack() as stack:
         weights = _Weights(directory, stack)
         if config.tie_word_embeddings:
             weights.ignore("lm_head.weight")  # some store a copy all the same
-        model = Llama(
+        model = architecture.build(
             config,
             weights.take,
             max_len=min(max_len or config.max_position_embeddings, config.max_position_embeddings),

@@ -6,17 +6,17 @@ import math
 
 import torch
 
-from worker_svc.models.config import ModelConfig, RopeScaling
+from worker_svc.models.base import RopeScaling, RopeSpec
 
 
-def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
+def inverse_frequencies(spec: RopeSpec) -> torch.Tensor:
     """Rotation per position of each of the head_dim / 2 pairs, [head_dim / 2] float32, scaling applied.
 
     Same arithmetic, in float32, as transformers' rope initialisers, so that positions agree to the last bit.
     """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    inv_freq = 1.0 / (config.rope_theta**exponents)
-    scaling = config.rope_scaling
+    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
+    inv_freq = 1.0 / (spec.theta**exponents)
+    scaling = spec.scaling
     if scaling is None:
         return inv_freq
     if scaling.kind == "linear":
@@ -44,10 +44,10 @@ class RopeTable:
     The first half of sin is negated, so rotating is x * cos + swap_halves(x) * sin.
     """
 
-    def __init__(self, config: ModelConfig, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inverse_frequencies(config))
+    def __init__(self, spec: RopeSpec, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inverse_frequencies(spec))
         cos, sin = angles.cos(), angles.sin()
-        self._half = config.head_dim // 2
+        self._half = spec.head_dim // 2
         self._cos = torch.cat((cos, cos), dim=-1).to(dtype).to(device)
         self._sin = torch.cat((-sin, sin), dim=-1).to(dtype).to(device)
 

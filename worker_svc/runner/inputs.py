@@ -1,11 +1,11 @@
 """One step's host arrays, built from the persistent batch: what goes to the device and what is sampled.
 
-Rows are laid out with the fewest tokens first (and longer contexts before shorter ones among equals), so that the
-attention backend finds its groups in contiguous tokens. Results go back in the step's own order.
+Rows are laid out as the attention backend likes them. Results go back in the step's own order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,8 @@ from worker_svc.sampler import SamplingRows
 from worker_svc.step import Int32Column, Step
 
 Int64Array = npt.NDArray[np.int64]
+# See AttentionBackend.row_order.
+RowOrder = Callable[[Int64Array, Int64Array], npt.NDArray[np.intp]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +42,21 @@ class StepInputs:
     samples: npt.NDArray[np.bool_]
 
 
-def build_inputs(batch: InputBatch, step: Step) -> StepInputs:
+def build_inputs(batch: InputBatch, step: Step, row_order: RowOrder) -> StepInputs:
     """The arrays of a step with at least one row; `batch` has the step's changes applied, but computed counts from
-    before."""
+    before. row_order: the attention backend's."""
     rows = step.rows.astype(np.int64)
     num_tokens = step.num_tokens.astype(np.int64)
     num_drafts = step.num_drafts.astype(np.int64) if len(step.num_drafts) else np.zeros(len(rows), np.int64)
     computed = batch.num_computed[rows].astype(np.int64)
-    order = np.lexsort((-computed, num_tokens))
+    order = row_order(computed, num_tokens)
 
-    cu_q = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(num_tokens[order], out=cu_q[1:])
+    query_start = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(num_tokens[order], out=query_start[1:])
     start = np.empty(len(rows), np.int64)  # of each row of the step, in layout order
-    start[order] = cu_q[:-1]
+    start[order] = query_start[:-1]
     layout_rows = np.repeat(rows[order], num_tokens[order])
-    positions = np.arange(cu_q[-1]) + np.repeat(computed[order] - cu_q[:-1], num_tokens[order])
+    positions = np.arange(query_start[-1]) + np.repeat(computed[order] - query_start[:-1], num_tokens[order])
     blocks = batch.block_table[layout_rows, positions // batch.block_size]
     token_ids = _given_tokens(batch, rows, num_tokens, computed, start)
     _place_drafts(token_ids, step.draft_token_ids, start + num_tokens - num_drafts, num_drafts)
@@ -63,15 +65,15 @@ def build_inputs(batch: InputBatch, step: Step) -> StepInputs:
     fed = np.flatnonzero(computed + real > batch.num_given[rows])
     samples = computed + real >= batch.num_given[rows]
 
-    kv_len = (computed + num_tokens)[order].astype(np.int32)
-    used_blocks = -(-int(kv_len.max()) // batch.block_size)
+    seq_lens = (computed + num_tokens)[order].astype(np.int32)
+    used_blocks = -(-int(seq_lens.max()) // batch.block_size)
     picked = np.flatnonzero(samples)
     num_logits = num_drafts[picked] + 1
     return StepInputs(
         token_ids=token_ids,
         positions=positions,
         slots=blocks.astype(np.int64) * batch.block_size + positions % batch.block_size,
-        ragged=RaggedBatch(cu_q.astype(np.int32), kv_len, batch.block_table[rows[order], :used_blocks]),
+        ragged=RaggedBatch(query_start.astype(np.int32), seq_lens, batch.block_table[rows[order], :used_blocks]),
         fed_tokens=start[fed] + real[fed] - 1,
         fed_rows=rows[fed],
         logit_tokens=_ranges(start[picked] + real[picked] - 1, num_logits),

@@ -15,12 +15,13 @@ import torch
 
 from worker_svc import memory
 from worker_svc.attention.base import AttentionBackend, RaggedBatch
-from worker_svc.attention.cpu import SdpaAttention
+from worker_svc.attention.paged_kv import KvShape, PagedKv
+from worker_svc.attention.select import select_backend
 from worker_svc.cores import num_usable_cores
-from worker_svc.kv_cache import KvCache, KvShape
-from worker_svc.models.config import ModelConfig, read_model_config
-from worker_svc.models.llama import ForwardInput, Llama, num_weights
+from worker_svc.models.base import ForwardInput, Model, ModelConfig
+from worker_svc.models.decoder import num_weights
 from worker_svc.models.loader import load_model, locate_model, model_name, tokenizer_files
+from worker_svc.models.registry import read_model_config
 from worker_svc.runner.base import DeviceFailed, Geometry, RunnerCapabilities, StepFailed
 from worker_svc.runner.input_batch import InputBatch
 from worker_svc.runner.inputs import StepInputs, accept_drafts, build_inputs
@@ -64,37 +65,42 @@ class _KvBudget:
     kv_memory: int | None
     gpu_memory_utilization: float
 
-    def check_fits(self, config: ModelConfig, dtype: torch.dtype, block_size: int | None = None) -> None:
+    def check_fits(self, config: ModelConfig, dtype: torch.dtype, smallest: int, block_size: int | None = None) -> None:
         """Raise NotEnoughMemory when weights and pool are more than this process may hold on the CPU. block_size None:
-        the scheduler has not told it yet, so that num_blocks means no less than the smallest blocks."""
+        the scheduler has not chosen one yet, so that num_blocks means no less than blocks of the `smallest` size."""
         weights = num_weights(config) * dtype.itemsize
         remedy = "set dtype to bfloat16" if dtype is torch.float32 else ""
         parts = [memory.Part(f"of weights (dtype = {_name(dtype)})", weights, remedy)]
         if self.num_blocks is None:
             pool = self.kv_memory or memory.DEFAULT_CPU_KV_BYTES
         else:
-            smallest = SdpaAttention.block_size_multiple
-            pool = self.num_blocks * _kv_shape(config, block_size or smallest, dtype).bytes_per_block
+            pool = self.num_blocks * config.kv_shape(block_size or smallest, dtype).bytes_per_block
         tokens = f" of {block_size} tokens" if block_size else " of one token or more"
         parts.append(memory.kv_part(pool, kv_memory=self.kv_memory, num_blocks=self.num_blocks, tokens=tokens))
         memory.check(parts, memory.memory_limit())
 
 
 class ModelRunner:
-    """Runner over a Llama-family model. See worker_svc.runner.base for the contract of its methods."""
+    """Runner over a model of the registry. See worker_svc.runner.base for the contract of its methods."""
 
-    def __init__(self, model: Llama, directory: Path, *, max_model_len: int, budget: _KvBudget, threads: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        attention: AttentionBackend,
+        directory: Path,
+        *,
+        max_model_len: int,
+        budget: _KvBudget,
+        threads: int,
+    ) -> None:
         self._model = model
+        self._attention = attention
         self._directory = directory
         self._max_model_len = max_model_len
         self._budget = budget
         self._threads = threads
-        config = model.config
-        self._attention: AttentionBackend = SdpaAttention(
-            config.num_heads, config.num_kv_heads, config.head_dim, model.dtype, model.device
-        )
         self._geometry: Geometry | None = None
-        self._kv: KvCache | None = None
+        self._kv: PagedKv | None = None
         self._batch: InputBatch | None = None
         self._last_tokens = torch.empty(0, dtype=torch.int64)
 
@@ -108,8 +114,10 @@ class ModelRunner:
         torch.set_num_threads(threads)
         directory = locate_model(settings.model)
         budget = _KvBudget(settings.num_blocks, settings.kv_memory, settings.gpu_memory_utilization)
+        _, config = read_model_config(directory)
+        attention = select_backend(config.attention_specs, dtype, device)
         if device.type == "cpu":
-            budget.check_fits(read_model_config(directory), dtype)
+            budget.check_fits(config, dtype, attention.block_size_multiple)
         with torch.inference_mode():
             model = load_model(directory, max_len=settings.max_model_len, dtype=dtype, device=device)
         if settings.max_model_len is not None and settings.max_model_len > model.config.max_position_embeddings:
@@ -117,7 +125,7 @@ class ModelRunner:
                 f"max_model_len {settings.max_model_len} is beyond the model's {model.config.max_position_embeddings}"
             )
         max_model_len = settings.max_model_len or model.config.max_position_embeddings
-        return cls(model, directory, max_model_len=max_model_len, budget=budget, threads=threads)
+        return cls(model, attention, directory, max_model_len=max_model_len, budget=budget, threads=threads)
 
     @property
     def capabilities(self) -> RunnerCapabilities:
@@ -152,10 +160,12 @@ class ModelRunner:
             self._last_tokens = torch.zeros(geometry.num_rows, dtype=torch.int64, device=self._model.device)
             if self._kv is None or self._geometry is None or self._kv.shape.block_size != geometry.block_size:
                 self._kv = None  # give the old pool back before asking for the new one
-                shape = _kv_shape(self._model.config, geometry.block_size, self._model.dtype)
+                config, dtype = self._model.config, self._model.dtype
+                shape = config.kv_shape(geometry.block_size, dtype)
                 if self._model.device.type == "cpu" and self._budget.num_blocks is not None:
-                    self._budget.check_fits(self._model.config, self._model.dtype, geometry.block_size)
-                self._kv = KvCache(shape, self._num_blocks(shape, geometry), self._model.device)
+                    smallest = self._attention.block_size_multiple
+                    self._budget.check_fits(config, dtype, smallest, geometry.block_size)
+                self._kv = self._attention.new_kv(shape, self._num_blocks(shape, geometry))
         self._geometry = geometry
         return self._kv.num_blocks
 
@@ -186,7 +196,7 @@ class ModelRunner:
         device = self._model.device
         num_tokens = min(geometry.max_num_batched_tokens, geometry.max_model_len)
         num_blocks = -(-num_tokens // shape.block_size) + 1
-        kv = KvCache(shape, num_blocks, device)
+        kv = self._attention.new_kv(shape, num_blocks)
         torch.cuda.reset_peak_memory_stats(device)
         positions = torch.arange(num_tokens, device=device)
         table = np.arange(1, num_blocks, dtype=np.int32)[None]
@@ -223,8 +233,8 @@ class ModelRunner:
             logger.exception("step %d failed", step.step_seq)
             raise StepFailed(f"{type(error).__name__}: {error}") from error
 
-    def _execute(self, batch: InputBatch, kv: KvCache, step: Step) -> _Launched:
-        inputs = build_inputs(batch, step)
+    def _execute(self, batch: InputBatch, kv: PagedKv, step: Step) -> _Launched:
+        inputs = build_inputs(batch, step, self._attention.row_order)
         tokens = self._forward(inputs, kv, batch.block_size)
         if len(step.draft_token_ids) == 0:
             batch.num_computed[step.rows] += step.num_tokens
@@ -234,7 +244,7 @@ class ModelRunner:
             return _Launched(None, tokens, counts, batch.num_rows_held)
         return self._settle_drafts(batch, step, inputs, tokens.cpu().numpy())
 
-    def _forward(self, inputs: StepInputs, kv: KvCache, block_size: int) -> torch.Tensor:
+    def _forward(self, inputs: StepInputs, kv: PagedKv, block_size: int) -> torch.Tensor:
         token_ids = self._put(inputs.token_ids)
         if len(inputs.fed_rows):
             fed = self._last_tokens.index_select(0, self._put(inputs.fed_rows))
@@ -310,10 +320,6 @@ class _Launched:
             tokens = self._tokens.numpy().astype(np.int32)
             self._output = StepOutput(tokens, self._counts, self._num_rows_held)
         return self._output
-
-
-def _kv_shape(config: ModelConfig, block_size: int, dtype: torch.dtype) -> KvShape:
-    return KvShape(config.num_layers, block_size, config.num_kv_heads, config.head_dim, dtype)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -14,9 +14,10 @@ from tests.support.step_loop import StepLoop
 from tests.unit.model.tiny import Settings, load_runner, tiny_llama
 from worker_svc import memory
 from worker_svc.memory import ALLOWANCE_BYTES, MemoryLimit, NotEnoughMemory
-from worker_svc.models.config import BrokenModel, UnsupportedModel, read_model_config
-from worker_svc.models.llama import num_weights
+from worker_svc.models.config import BrokenModel, UnsupportedModel
+from worker_svc.models.decoder import num_weights
 from worker_svc.models.loader import locate_model
+from worker_svc.models.registry import read_model_config
 from worker_svc.runner.base import GenerationDefaults, Geometry
 from worker_svc.runner.model_runner import ModelRunner
 
@@ -58,9 +59,10 @@ def test_old_and_new_ways_to_write_rope_are_read(tmp_path: Path, form: dict[str,
     raw = json.loads((tmp_path / "config.json").read_text())
     raw.pop("rope_parameters", None)
     (tmp_path / "config.json").write_text(json.dumps(raw | form))
-    config = read_model_config(tmp_path)
-    assert config.rope_theta == 500.0
-    assert (config.rope_scaling is not None) == bool(form.get("rope_scaling"))
+    _, config = read_model_config(tmp_path)
+    (rope,) = {layer.rope for layer in config.layers}
+    assert rope.theta == 500.0
+    assert (rope.scaling is not None) == bool(form.get("rope_scaling"))
 
 
 def test_generation_defaults_and_all_ends_are_read(tmp_path: Path) -> None:
@@ -184,7 +186,7 @@ def test_what_a_cpu_cannot_hold_is_refused_before_the_weights_are_read(
 
 def test_weights_count_as_they_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_llama().save_pretrained(tmp_path)
-    weights = num_weights(read_model_config(tmp_path))
+    weights = num_weights(read_model_config(tmp_path)[1])
     held = sum(tensor.numel() for tensor in load_file(tmp_path / "model.safetensors").values())
     # The norms are folded into what follows them.
     assert held - 6 * 64 == weights

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.oracle import greedy_entry
 from tests.support.step_loop import LoopRequest, StepLoop
 from tests.unit.model.tiny import load_runner, tiny_llama
+from worker_svc.attention.sdpa import SdpaAttention
 from worker_svc.runner.base import Geometry, StepFailed
 from worker_svc.runner.input_batch import InputBatch
 from worker_svc.runner.inputs import accept_drafts, build_inputs
@@ -261,9 +263,9 @@ def test_the_layout_keeps_equal_rows_together_and_the_longest_first() -> None:
     rows = list(given)
     step = _step(1, rows, [num - computed for num, computed in given.values()], added=tuple(added))
     batch.apply(step)
-    inputs = build_inputs(batch, step)
-    assert inputs.ragged.q_len.tolist() == [1, 1, 1, 7, 9, 12]
-    assert inputs.ragged.kv_len.tolist() == [33, 20, 9, 7, 12, 12]
+    inputs = build_inputs(batch, step, SdpaAttention(torch.float32, torch.device("cpu")).row_order)
+    assert inputs.ragged.query_lens.tolist() == [1, 1, 1, 7, 9, 12]
+    assert inputs.ragged.seq_lens.tolist() == [33, 20, 9, 7, 12, 12]
     assert inputs.positions[:3].tolist() == [32, 19, 8]
     # The last token of every row, in the step's order of rows.
     last = [inputs.positions[t] for t in inputs.logit_tokens]

@@ -1,9 +1,13 @@
-"""The paged KV pool: one K and one V tensor per layer, [num_blocks, block_size, kv_heads, head_dim]."""
+"""A paged KV pool: per layer one tensor of keys and one of values, [num_blocks, block_size, kv_heads, head_dim].
+
+Backends that keep their blocks differently make pools of their own. `KvShape` says what a block holds in any layout.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,9 +29,18 @@ class KvShape:
         return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
-class KvCache:
-    """The pool. Zero at allocation: masked positions are read and multiplied by zero, so they must be finite. Block 0
-    is the null block: tables are padded with it and nothing is ever written there."""
+class PagedKv(Protocol):
+    """What everything but its backend may know of a pool. Block 0 is the null block: tables are padded with it, and
+    nothing is ever written there."""
+
+    @property
+    def shape(self) -> KvShape: ...
+    @property
+    def num_blocks(self) -> int: ...
+
+
+class BlockMajorKv:
+    """[num_blocks, block_size, kv_heads, head_dim] for K and for V of each layer, zero at allocation."""
 
     def __init__(self, shape: KvShape, num_blocks: int, device: torch.device) -> None:
         self.shape = shape
@@ -40,8 +53,7 @@ class KvCache:
         self._value_rows = [t.view(rows) for t in self.values]
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k and v, [T, kv_heads * head_dim] each (any row stride), at slots [T] int64 (block id * block size +
-        offset)."""
+        """See AttentionBackend.write."""
         self._key_rows[layer].index_copy_(0, slots, k)
         self._value_rows[layer].index_copy_(0, slots, v)
 

@@ -4,25 +4,25 @@ pages.
 Two shapes of work, chosen per sequence:
 
 * short (decodes, decodes with drafts): sequences of equal query length and similar key length form a group. Their pages
-are
-  gathered into a reused scratch, padded to the longest, and attended in one call. The query heads that share a KV head
-  are laid along the query axis, so K and V are never repeated.
+  are gathered into a reused scratch, padded to the longest, and attended in one call. The query heads that share a KV
+  head are laid along the query axis, so K and V are never repeated. What a sequence's last block holds behind its last
+  key is another's, or stale: those slots are zeroed in the scratch, since a masked NaN would still spoil the product.
 * long (prefill chunks): one call a sequence. Without earlier tokens it is plainly causal over the K and V just
-computed;
-  with a prefix, pages are gathered and an explicit bottom-right mask is used, because torch's is_causal is top-left
-  aligned.
+  computed; with a prefix, pages are gathered and an explicit bottom-right mask is used, because torch's is_causal is
+  top-left aligned.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
-from worker_svc.attention.base import RaggedBatch
+from worker_svc.attention.base import AttentionSpec, Int64Array, RaggedBatch
+from worker_svc.attention.paged_kv import BlockMajorKv, KvShape, PagedKv
 
 _Index = npt.NDArray[np.intp]
 
@@ -40,7 +40,9 @@ _MAX_TILE_SCORES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Short sequences attended together. `tokens` are their query tokens, `num * q_len`, sequence by sequence."""
+    """Short sequences attended together. `tokens` are their query tokens, `num * q_len`, sequence by sequence. `mask`
+    [num, 1, q_len, max_kv], the same for every head; None when every query sees all `max_kv` keys. `foreign`: slots of
+    the gathered blocks, flat, that are behind the last key of their sequence."""
 
     num: int
     q_len: int
@@ -48,6 +50,17 @@ class _Group:
     blocks: torch.Tensor
     max_kv: int
     mask: torch.Tensor | None
+    foreign: torch.Tensor | None
+    # `mask` with every query repeated for the heads that share a KV head, by how many they are.
+    repeated: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def mask_for(self, shared: int) -> torch.Tensor | None:
+        """The mask of queries laid out as [q_len * shared]."""
+        if self.mask is None or self.q_len == 1:
+            return self.mask
+        if shared not in self.repeated:
+            self.repeated[shared] = self.mask.repeat_interleave(shared, dim=2)
+        return self.repeated[shared]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +86,7 @@ class SdpaAttention:
 
     block_size_multiple = 1
 
-    def __init__(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._kv_heads = num_kv_heads
-        self._group = num_heads // num_kv_heads
-        self._head_dim = head_dim
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._device = device
         # Without AMX torch's fused kernel multiplies bfloat16 slowly; plain products are 2-3.5 times as fast (measured
@@ -86,18 +94,41 @@ class SdpaAttention:
         self._tiles = dtype == torch.bfloat16 and device.type == "cpu" and not torch.cpu._is_amx_tile_supported()
         self._corner = torch.full((_MAX_TILE, _MAX_TILE), -torch.inf, dtype=dtype, device=device).triu_(1)
         self._scratch: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0), torch.empty(0))
+        # Bytes of one token's keys in one layer, for the size of groups; known with the pool.
+        self._token_bytes = 1
+
+    def unsupported(self, spec: AttentionSpec) -> str | None:
+        """See AttentionBackend."""
+        if spec.window is not None:
+            return "a sliding window"
+        return None if spec.soft_cap is None else "soft-capped scores"
+
+    def new_kv(self, shape: KvShape, num_blocks: int) -> PagedKv:
+        """See AttentionBackend."""
+        self._token_bytes = shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+        return BlockMajorKv(shape, num_blocks, self._device)
+
+    def row_order(self, num_computed: Int64Array, num_tokens: Int64Array) -> npt.NDArray[np.intp]:
+        """The fewest tokens first, and longer contexts before shorter ones among equals, so that groups are found in
+        contiguous tokens."""
+        return np.lexsort((-num_computed, num_tokens))
+
+    def write(self, kv: PagedKv, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """See AttentionBackend."""
+        assert isinstance(kv, BlockMajorKv)
+        kv.write(layer, slots, k, v)
 
     # -- once a step
 
     def plan(self, batch: RaggedBatch, block_size: int) -> _Plan:
         """Sort the batch into groups and chunks, with masks and gather indices ready."""
-        q_len = batch.q_len
+        q_len = batch.query_lens
         short = q_len <= _MAX_SHORT_QUERY
         groups: list[_Group] = []
         for width in np.unique(q_len[short]).tolist():
             members = np.flatnonzero(short & (q_len == width))
             # Longest first; stable, so that a batch already in order keeps contiguous tokens.
-            members = members[np.argsort(-batch.kv_len[members], kind="stable")]
+            members = members[np.argsort(-batch.seq_lens[members], kind="stable")]
             groups += [
                 self._plan_group(batch, part, width, block_size) for part in self._split(batch, members, block_size)
             ]
@@ -107,14 +138,13 @@ class SdpaAttention:
     def _split(self, batch: RaggedBatch, members: _Index, block_size: int) -> list[_Index]:
         """Cut sequences sorted by length where padding would waste more than another call costs, or the scratch
         overflow."""
-        token_bytes = self._kv_heads * self._head_dim * self._dtype.itemsize
         parts: list[_Index] = []
         start, waste = 0, 0
-        lengths = batch.kv_len[members].tolist()
+        lengths = batch.seq_lens[members].tolist()
         for i, length in enumerate(lengths):
             longest = -(-lengths[start] // block_size) * block_size
             waste += longest - length
-            too_big = (i - start + 1) * longest * token_bytes > _MAX_GROUP_BYTES
+            too_big = (i - start + 1) * longest * self._token_bytes > _MAX_GROUP_BYTES
             if i > start and (too_big or (waste > _FREE_PADDING and 2 * length < longest)):
                 parts.append(members[start:i])
                 start, waste = i, 0
@@ -122,27 +152,27 @@ class SdpaAttention:
         return parts
 
     def _plan_group(self, batch: RaggedBatch, members: _Index, q_len: int, block_size: int) -> _Group:
-        kv_len = batch.kv_len[members]
+        kv_len = batch.seq_lens[members]
         max_kv = int(kv_len[0])
         num_blocks = -(-max_kv // block_size)
-        tokens = (batch.cu_q[members][:, None] + np.arange(q_len, dtype=np.int32)).reshape(-1)
+        tokens = (batch.query_start_loc[members][:, None] + np.arange(q_len, dtype=np.int32)).reshape(-1)
         contiguous = bool((np.diff(tokens) == 1).all())
         table = self._to_device(batch.block_table[members, :num_blocks].astype(np.int64).reshape(-1))
-        mask = None
+        mask = foreign = None
         if q_len > 1 or kv_len[-1] != max_kv:
             # Query i of a sequence sees its first kv_len - (q_len - 1 - i) keys, the same for every head of the group.
             visible = (kv_len[:, None] + np.arange(1 - q_len, 1)).astype(np.int32)
             mask = self._mask(visible, max_kv)[:, None]
-            if q_len > 1:
-                mask = mask.repeat_interleave(self._group, dim=2)
+            if (behind := _behind_the_last_key(kv_len, num_blocks * block_size, block_size)).size:
+                foreign = self._to_device(behind)
         where: slice | torch.Tensor = slice(int(tokens[0]), int(tokens[-1]) + 1)
         if not contiguous:
             where = self._to_device(tokens.astype(np.int64))
-        return _Group(len(members), q_len, where, table, max_kv, mask)
+        return _Group(len(members), q_len, where, table, max_kv, mask, foreign)
 
     def _plan_chunk(self, batch: RaggedBatch, b: int, block_size: int) -> _Chunk:
-        tokens = slice(int(batch.cu_q[b]), int(batch.cu_q[b + 1]))
-        kv_len, q_len = int(batch.kv_len[b]), tokens.stop - tokens.start
+        tokens = slice(int(batch.query_start_loc[b]), int(batch.query_start_loc[b + 1]))
+        kv_len, q_len = int(batch.seq_lens[b]), tokens.stop - tokens.start
         num_blocks = -(-kv_len // block_size)
         blocks = self._to_device(batch.block_table[b, :num_blocks].astype(np.int64))
         if kv_len == q_len or self._tiles:
@@ -163,32 +193,46 @@ class SdpaAttention:
     def attend(
         self,
         plan: _Plan,
+        spec: AttentionSpec,
         q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        kv: PagedKv,
+        layer: int,
         fresh: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """See AttentionBackend."""
+        assert isinstance(kv, BlockMajorKv)
+        k_cache, v_cache = kv.keys[layer], kv.values[layer]
         num_tokens, num_heads, head_dim = q.shape
         out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
         for group in plan.groups:
-            self._attend_group(group, q, k_cache, v_cache, out)
+            self._attend_group(group, spec, q, k_cache, v_cache, out)
         for chunk in plan.chunks:
-            self._attend_chunk(chunk, q, k_cache, v_cache, fresh, out)
+            self._attend_chunk(chunk, spec, q, k_cache, v_cache, fresh, out)
         return out.view(num_tokens, num_heads * head_dim)
 
     def _attend_group(
-        self, group: _Group, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor
+        self,
+        group: _Group,
+        spec: AttentionSpec,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor,
     ) -> None:
+        kv_heads, head_dim, shared = spec.num_kv_heads, spec.head_dim, spec.num_heads // spec.num_kv_heads
         keys, values = self._gather(k_cache, v_cache, group.blocks)
-        size = (group.num, -1, self._kv_heads, self._head_dim)
+        if group.foreign is not None:
+            for pages in (keys, values):
+                pages.view(-1, kv_heads * head_dim).index_fill_(0, group.foreign, 0)
+        size = (group.num, -1, kv_heads, head_dim)
         keys = keys.view(size)[:, : group.max_kv].transpose(1, 2)
         values = values.view(size)[:, : group.max_kv].transpose(1, 2)
         picked = q[group.tokens] if isinstance(group.tokens, slice) else q.index_select(0, group.tokens)
-        split = (group.num, group.q_len, self._kv_heads, self._group, self._head_dim)
-        folded = picked.view(split).transpose(1, 2).reshape(group.num, self._kv_heads, -1, self._head_dim)
-        result = F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask)
-        result = result.view(group.num, self._kv_heads, group.q_len, self._group, self._head_dim).transpose(1, 2)
+        split = (group.num, group.q_len, kv_heads, shared, head_dim)
+        folded = picked.view(split).transpose(1, 2).reshape(group.num, kv_heads, -1, head_dim)
+        mask = group.mask_for(shared)
+        result = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=spec.scale)
+        result = result.view(group.num, kv_heads, group.q_len, shared, head_dim).transpose(1, 2)
         if isinstance(group.tokens, slice):
             out[group.tokens].view(split).copy_(result)
         else:
@@ -197,37 +241,40 @@ class SdpaAttention:
     def _attend_chunk(
         self,
         chunk: _Chunk,
+        spec: AttentionSpec,
         q: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         fresh: tuple[torch.Tensor, torch.Tensor] | None,
         out: torch.Tensor,
     ) -> None:
+        kv_heads, head_dim, group = spec.num_kv_heads, spec.head_dim, spec.num_heads // spec.num_kv_heads
         if fresh is not None and chunk.kv_len == chunk.q_len:
             keys, values = fresh[0][chunk.tokens], fresh[1][chunk.tokens]
         else:
             keys, values = (
-                pages.view(-1, self._kv_heads, self._head_dim)[: chunk.kv_len]
+                pages.view(-1, kv_heads, head_dim)[: chunk.kv_len]
                 for pages in self._gather(k_cache, v_cache, chunk.blocks)
             )
-        split = (chunk.q_len, self._kv_heads, self._group, self._head_dim)
+        split = (chunk.q_len, kv_heads, group, head_dim)
         queries, target = q[chunk.tokens].view(split), out[chunk.tokens].view(split)
         if self._tiles:
-            self._attend_in_tiles(queries, keys, values, target)
+            self._attend_in_tiles(spec.scale, queries, keys, values, target)
             return
         # KV heads as the batch axis, the group as heads with stride 0: every head reads the same memory.
-        shared = (self._kv_heads, self._group, chunk.kv_len, self._head_dim)
+        shared = (kv_heads, group, chunk.kv_len, head_dim)
         result = F.scaled_dot_product_attention(
             queries.permute(1, 2, 0, 3),
             keys.transpose(0, 1).unsqueeze(1).expand(shared),
             values.transpose(0, 1).unsqueeze(1).expand(shared),
             attn_mask=chunk.mask,
             is_causal=chunk.mask is None,
+            scale=spec.scale,
         )
         target.copy_(result.permute(2, 0, 1, 3))
 
     def _attend_in_tiles(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, target: torch.Tensor
+        self, scale: float, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, target: torch.Tensor
     ) -> None:
         """Causal attention as plain matrix products over tiles of queries: [Q, KV, G, D] against [L, KV, D].
 
@@ -237,7 +284,7 @@ class SdpaAttention:
         num, kv_heads, group, head_dim = queries.shape
         length = keys.shape[0]
         wide = keys.float()
-        centred = wide.sub_(wide.mean(dim=0)).mul_(head_dim**-0.5).to(keys.dtype).transpose(0, 1).contiguous()
+        centred = wide.sub_(wide.mean(dim=0)).mul_(scale).to(keys.dtype).transpose(0, 1).contiguous()
         transposed, values = centred.transpose(1, 2), values.transpose(0, 1).contiguous()
         step = max(32, min(_MAX_TILE, _MAX_TILE_SCORES // (kv_heads * group * length)))
         for start in range(0, num, step):
@@ -265,3 +312,13 @@ class SdpaAttention:
         torch.index_select(k_cache.view(-1, width), 0, blocks, out=keys)
         torch.index_select(v_cache.view(-1, width), 0, blocks, out=values)
         return keys, values
+
+
+def _behind_the_last_key(seq_lens: npt.NDArray[np.int32], num_slots: int, block_size: int) -> Int64Array:
+    """Slots, flat over sequences of `num_slots` each, that lie behind the last key within the block that holds it.
+    Further blocks are the null block, which is never written."""
+    first = np.arange(len(seq_lens), dtype=np.int64) * num_slots + seq_lens
+    counts = -seq_lens.astype(np.int64) % block_size
+    ends = np.cumsum(counts)
+    slots: Int64Array = np.arange(int(ends[-1])) + np.repeat(first - (ends - counts), counts)
+    return slots
