@@ -8,7 +8,6 @@ message.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Iterator
 from typing import Final
 
@@ -27,7 +26,8 @@ from worker_svc.limits import (
     PROTOCOL_REVISION,
 )
 from worker_svc.runner.base import Geometry, RunnerCapabilities
-from worker_svc.step import AddedRequest, FailureKind, Int32Column, Sampling, Step, StepAnswer, StepOutput
+from worker_svc.sampling import PARAMETERS, Sampling
+from worker_svc.step import AddedRequest, FailureKind, Int32Column, Step, StepAnswer, StepOutput
 
 _LITTLE_ENDIAN_INT32: Final = np.dtype("<i4")
 _NOTHING: Final[Int32Column] = np.empty(0, np.int32)
@@ -167,27 +167,14 @@ def _decode_added(message: step_pb2.NewRequest, vocab_size: int) -> AddedRequest
 
 
 def _decode_sampling(message: sampling_pb2.ResolvedSampling, request_id: str, vocab_size: int) -> Sampling:
-    # A request added without sampling parameters would be decoded as greedy, which may not be what was meant; top_p = 0
-    # (not a valid value) gives it away.
-    in_range = {
-        "temperature": math.isfinite(message.temperature) and 0 <= message.temperature <= 100,
-        "top_p": 0 < message.top_p <= 1,
-        "top_k": message.top_k >= -1,
-        "min_p": 0 <= message.min_p <= 1,
-    }
-    for name, good in in_range.items():
-        if not good:
-            raise MalformedStep(f"{request_id}: sampling.{name} is {getattr(message, name)}")
+    values = {}
+    for parameter in PARAMETERS:
+        value = getattr(message, parameter.name)
+        if not parameter.is_valid(value):
+            raise MalformedStep(f"{request_id}: sampling.{parameter.name} is {value}")
+        values[parameter.name] = parameter.as_kept(value)
     masked = {*message.eos_token_ids, *message.stop_token_ids}
-    return Sampling(
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=max(message.top_k, 0),
-        min_p=message.min_p,
-        min_tokens=message.min_tokens,
-        seed=message.seed,
-        masked_token_ids=tuple(sorted(token_id for token_id in masked if token_id < vocab_size)),
-    )
+    return Sampling(**values, masked_token_ids=tuple(sorted(token_id for token_id in masked if token_id < vocab_size)))
 
 
 def encode_answer(answer: StepAnswer) -> worker_service_pb2.RunStepsResponse:

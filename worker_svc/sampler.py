@@ -7,12 +7,15 @@ gives the same bits on every device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from worker_svc.sampling import Column
 
 _MASK64 = (1 << 64) - 1
 # SplitMix64 (Steele, Lea, Flood 2014): increment and the two multipliers of its finaliser.
@@ -25,13 +28,9 @@ _TOP_P_CANDIDATES = 256
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """How to sample S rows of logits. Host arrays of length S."""
+    """How to sample S rows of logits. Host arrays of length S; parameters: those of `sampling.PARAMETERS`, by name."""
 
-    temperature: npt.NDArray[np.float32]
-    top_p: npt.NDArray[np.float32]
-    top_k: npt.NDArray[np.int32]
-    min_p: npt.NDArray[np.float32]
-    seed: npt.NDArray[np.uint64]
+    parameters: Mapping[str, Column]
     output_index: npt.NDArray[np.int64]
     # (row, token ids that must not be sampled there).
     masked: Sequence[tuple[int, tuple[int, ...]]] = ()
@@ -44,7 +43,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """
     for row, token_ids in rows.masked:
         logits[row, torch.tensor(token_ids, device=logits.device)] = -torch.inf
-    drawn = np.flatnonzero(rows.temperature > 0)
+    drawn = np.flatnonzero(rows.parameters["temperature"] > 0)
     if len(drawn) == 0:
         return logits.argmax(dim=-1)
     if len(drawn) == len(logits):
@@ -56,11 +55,10 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 
 def _draw(logits: torch.Tensor, rows: SamplingRows, drawn: npt.NDArray[np.intp]) -> torch.Tensor:
     device = logits.device
-    logits.div_(torch.from_numpy(rows.temperature[drawn]).to(device).unsqueeze(1))
-    _apply_min_p(logits, rows.min_p[drawn])
-    _apply_top_k(logits, rows.top_k[drawn])
-    _apply_top_p(logits, rows.top_p[drawn])
-    keys = stream_keys(rows.seed[drawn], rows.output_index[drawn])
+    logits.div_(torch.from_numpy(rows.parameters["temperature"][drawn]).to(device).unsqueeze(1))
+    for name, keep_likely in _FILTERS:
+        keep_likely(logits, rows.parameters[name][drawn])
+    keys = stream_keys(rows.parameters["seed"][drawn], rows.output_index[drawn])
     return logits.add_(gumbel(keys, logits.shape[1], device)).argmax(dim=-1)
 
 
@@ -95,6 +93,10 @@ def _apply_top_p(logits: torch.Tensor, top_p: npt.NDArray[np.float32]) -> None:
     p = torch.from_numpy(top_p[wanted]).to(logits.device).unsqueeze(1)
     threshold = _top_p_threshold(picked, p)
     logits.index_copy_(0, index, picked.masked_fill_(picked < threshold, -torch.inf))
+
+
+# In the order in which they are applied, each to what the ones before it have left.
+_FILTERS: Final = (("min_p", _apply_min_p), ("top_k", _apply_top_k), ("top_p", _apply_top_p))
 
 
 def _top_p_threshold(logits: torch.Tensor, p: torch.Tensor) -> torch.Tensor:

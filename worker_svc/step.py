@@ -9,26 +9,9 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from worker_svc.sampling import Sampling
+
 Int32Column = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """Resolved sampling parameters of one request (proto ResolvedSampling)."""
-
-    # 0 = greedy.
-    temperature: float = 0.0
-    # 1 = off.
-    top_p: float = 1.0
-    # 0 = off.
-    top_k: int = 0
-    # 0 = off.
-    min_p: float = 0.0
-    # masked_token_ids are not sampled while the output index is below this.
-    min_tokens: int = 0
-    seed: int = 0
-    # All EOS and stop ids.
-    masked_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

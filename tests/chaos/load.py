@@ -18,7 +18,7 @@ import grpc
 from stepfence.v1 import generation_service_pb2 as pb
 from tests.e2e.client import Refusal, refusal, sampling
 from worker_svc.runner.scripted import complete
-from worker_svc.step import Sampling
+from worker_svc.sampling import Sampling
 
 # Of one call. Far beyond what any trouble here may cost, so that a lost request fails the test and not the test run.
 DEADLINE_S = 240.0

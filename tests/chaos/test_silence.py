@@ -15,7 +15,7 @@ from stepfence.v1 import generation_service_pb2_grpc as pb_grpc
 from tests.e2e.client import sampling
 from tests.support.processes import Deployment
 from worker_svc.runner.scripted import complete
-from worker_svc.step import Sampling
+from worker_svc.sampling import Sampling
 
 _PINGS = (
     ("grpc.keepalive_time_ms", 5_000),

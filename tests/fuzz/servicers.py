@@ -32,7 +32,7 @@ from tests.simulation.network import Call, Handler, Keepalive, Network, ServerCo
 from tests.simulation.scheduler import Names, SchedulerProcess
 from tests.simulation.worker import Temper, WorkerProcess, WorkerSetting
 from worker_svc.runner.scripted import complete
-from worker_svc.step import Sampling as WorkerSampling
+from worker_svc.sampling import Sampling as WorkerSampling
 
 _WORKER: Final = "worker-0:50061"
 _SCHEDULER: Final = "scheduler:50052"

@@ -24,7 +24,7 @@ from tests.fuzz import corpus
 from tests.fuzz.mutation import Mutator
 from tests.support.processes import Deployment, Process
 from worker_svc.runner.scripted import complete
-from worker_svc.step import Sampling
+from worker_svc.sampling import Sampling
 
 FORMS = [
     pytest.param(600, id="short"),

@@ -7,7 +7,7 @@ import pytest
 from tests.support.oracle import OracleEntry, OraclePrompt
 from tests.support.step_loop import LoopRequest, StepLoop
 from worker_svc.runner.model_runner import ModelRunner
-from worker_svc.step import Sampling
+from worker_svc.sampling import Sampling
 
 pytestmark = pytest.mark.model
 

@@ -14,7 +14,7 @@ from scheduler_svc.frontend.calls import Finished as FinishedEvent
 from scheduler_svc.frontend.errors import Failure, RequestError
 from tests.simulation.frontend import FrontEndProcess
 from worker_svc.runner.scripted import EOS_TOKEN_ID, complete
-from worker_svc.step import Sampling as WorkerSampling
+from worker_svc.sampling import Sampling as WorkerSampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from worker_svc.runner.base import Geometry, Launched, Runner
-from worker_svc.step import AddedRequest, Sampling, Step, StepOutput
+from worker_svc.sampling import Sampling
+from worker_svc.step import AddedRequest, Step, StepOutput
 
 GREEDY = Sampling()
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from worker_svc.runner.base import Geometry
+from worker_svc.sampling import SamplingTable
 from worker_svc.step import AddedRequest, Int32Column, Step
 
 
@@ -27,13 +28,7 @@ class InputBatch:
         # Tokens the request arrived with; positions from here on hold sampled tokens.
         self.num_given = np.zeros(rows, np.int32)
         self.num_prompt = np.zeros(rows, np.int32)
-        self.temperature = np.zeros(rows, np.float32)
-        self.top_p = np.ones(rows, np.float32)
-        self.top_k = np.zeros(rows, np.int32)
-        self.min_p = np.zeros(rows, np.float32)
-        self.min_tokens = np.zeros(rows, np.int64)
-        self.seed = np.zeros(rows, np.uint64)
-        self.masked_token_ids: list[tuple[int, ...]] = [()] * rows
+        self.sampling = SamplingTable(rows)
         self.token_ids: list[Int32Column | None] = [None] * rows
         self._row_of: dict[str, int] = {}
 
@@ -59,7 +54,7 @@ class InputBatch:
             self.token_ids[row] = None
 
     def _add(self, added: AddedRequest) -> None:
-        row, sampling = added.row, added.sampling
+        row = added.row
         self._row_of[added.request_id] = row
         self.token_ids[row] = added.token_ids
         self.num_given[row] = len(added.token_ids)
@@ -68,13 +63,7 @@ class InputBatch:
         self.num_blocks[row] = len(added.block_table)
         self.block_table[row, : len(added.block_table)] = added.block_table
         self.block_table[row, len(added.block_table) :] = 0
-        self.temperature[row] = sampling.temperature
-        self.top_p[row] = sampling.top_p
-        self.top_k[row] = sampling.top_k
-        self.min_p[row] = sampling.min_p
-        self.min_tokens[row] = sampling.min_tokens
-        self.seed[row] = sampling.seed
-        self.masked_token_ids[row] = sampling.masked_token_ids
+        self.sampling.put(row, added.sampling)
 
     def _append(self, rows: Int32Column, blocks: Int32Column) -> None:
         # A row may be named several times: its k-th block here goes k places behind its last.

@@ -115,17 +115,9 @@ def _sampling(batch: InputBatch, rows: Int64Array, num_logits: Int64Array, num_k
     """One entry per row of logits. num_known: tokens before the first of them is sampled."""
     each = np.repeat(rows, num_logits)
     output_index = _ranges(num_known - batch.num_prompt[rows], num_logits)
-    early = np.flatnonzero(output_index < batch.min_tokens[each])
-    masked = [(int(i), batch.masked_token_ids[int(each[i])]) for i in early]
-    return SamplingRows(
-        temperature=batch.temperature[each],
-        top_p=batch.top_p[each],
-        top_k=batch.top_k[each],
-        min_p=batch.min_p[each],
-        seed=batch.seed[each],
-        output_index=output_index,
-        masked=[(row, ids) for row, ids in masked if ids],
-    )
+    early = np.flatnonzero(output_index < batch.sampling["min_tokens"][each])
+    masked = [(int(i), batch.sampling.masked_token_ids[int(each[i])]) for i in early]
+    return SamplingRows(batch.sampling.take(each), output_index, [(row, ids) for row, ids in masked if ids])
 
 
 def accept_drafts(

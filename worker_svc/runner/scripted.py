@@ -24,7 +24,8 @@ import numpy.typing as npt
 from worker_svc.runner.base import DeviceFailed, Geometry, RunnerCapabilities, StepFailed
 from worker_svc.runner.script import Fault, FaultKind, FaultPlan, Script
 from worker_svc.runner.slot_memory import Fingerprints, SlotMemory, WriteBatch
-from worker_svc.step import AddedRequest, Sampling, Step, StepAnswer, StepOutput
+from worker_svc.sampling import Sampling
+from worker_svc.step import AddedRequest, Step, StepAnswer, StepOutput
 
 VOCAB_SIZE: Final = 260
 BOS_TOKEN_ID: Final = 256

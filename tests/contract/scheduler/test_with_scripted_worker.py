@@ -20,7 +20,7 @@ from tests.support.session_client import LENGTH, SessionClient, Stream
 from tests.support.tcp_proxy import TcpProxy
 from tests.support.worker_fixtures import own_worker, script
 from worker_svc.runner.scripted import complete
-from worker_svc.step import Sampling
+from worker_svc.sampling import Sampling
 
 GREEDY = Sampling()
 

@@ -12,9 +12,9 @@ from stepfence.v1 import step_pb2, worker_service_pb2
 from tests.support.scheduler_double import Book, SchedulerDouble, ids_of, new_request
 from tests.support.worker_fixtures import OwnWorker, Target, generate, own_worker, script
 from worker_svc.runner.scripted import VOCAB_SIZE, ScriptedRunner, complete
+from worker_svc.sampling import Sampling
 from worker_svc.server import WorkerServer
 from worker_svc.service import WorkerService
-from worker_svc.step import Sampling
 
 pytestmark = pytest.mark.own_worker
 

@@ -22,7 +22,7 @@ from tests.support.scheduler_double import PATIENCE_S, Book, SchedulerDouble, ne
 from tests.support.worker_fixtures import generate, target_at
 from worker_svc import openmp
 from worker_svc.runner.scripted import complete
-from worker_svc.step import Sampling
+from worker_svc.sampling import Sampling
 
 pytestmark = [pytest.mark.own_worker, pytest.mark.e2e]
 

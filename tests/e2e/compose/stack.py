@@ -18,7 +18,7 @@ from stepfence.v1 import generation_service_pb2 as pb
 from tests.e2e.client import Stream, connect, sampling
 from tests.support.processes import wait_until
 from worker_svc.runner.scripted import complete
-from worker_svc.step import Sampling
+from worker_svc.sampling import Sampling
 
 ROOT: Final = Path(__file__).parents[3]
 PROJECT: Final = "stepfence-test"

@@ -20,7 +20,8 @@ from worker_svc.runner.base import Geometry, StepFailed
 from worker_svc.runner.input_batch import InputBatch
 from worker_svc.runner.inputs import accept_drafts, build_inputs
 from worker_svc.runner.model_runner import ModelRunner
-from worker_svc.step import AddedRequest, Sampling, Step
+from worker_svc.sampling import Sampling
+from worker_svc.step import AddedRequest, Step
 
 GEOMETRY = Geometry(block_size=4, num_rows=8, max_num_batched_tokens=64, max_model_len=128, max_inflight_steps=2)
 PROMPT = [5, 77, 30, 201, 8, 8, 130]

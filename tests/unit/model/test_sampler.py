@@ -9,26 +9,20 @@ import pytest
 import torch
 
 from worker_svc.sampler import SamplingRows, gumbel, random_bits, sample, stream_keys
+from worker_svc.sampling import PARAMETERS
 
 CPU = torch.device("cpu")
 
 
 def _rows(num: int, **columns: Any) -> SamplingRows:
-    defaults: dict[str, Any] = {
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "seed": np.arange(num),
-        "output_index": 0,
+    """Row i at temperature 1 with seed i, unless columns say otherwise."""
+    masked, output_index = columns.pop("masked", ()), columns.pop("output_index", 0)
+    given: dict[str, Any] = {"temperature": 1.0, "seed": np.arange(num)} | columns
+    parameters = {
+        parameter.name: np.broadcast_to(given.get(parameter.name, parameter.default), (num,)).astype(parameter.dtype)
+        for parameter in PARAMETERS
     }
-    types = {"top_k": np.int32, "seed": np.uint64, "output_index": np.int64}
-    masked = columns.pop("masked", ())
-    filled = {
-        name: np.broadcast_to(np.asarray(value), (num,)).astype(types.get(name, np.float32))
-        for name, value in (defaults | columns).items()
-    }
-    return SamplingRows(**filled, masked=masked)
+    return SamplingRows(parameters, np.broadcast_to(output_index, (num,)).astype(np.int64), masked)
 
 
 def _frequencies(logits: list[float], num: int = 20_000, **columns: Any) -> torch.Tensor:

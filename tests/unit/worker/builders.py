@@ -8,7 +8,8 @@ import numpy as np
 
 from worker_svc.runner.base import Geometry, RunnerCapabilities
 from worker_svc.runner.scripted import ScriptedRunner
-from worker_svc.step import AddedRequest, Int32Column, Sampling, Step
+from worker_svc.sampling import Sampling
+from worker_svc.step import AddedRequest, Int32Column, Step
 
 BLOCK_SIZE = 4
 

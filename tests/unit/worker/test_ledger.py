@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tests.unit.worker.builders import BLOCK_SIZE, Steps, added, capabilities, geometry, ints
 from worker_svc.errors import MalformedStep, StepRefused
 from worker_svc.ledger import DraftedRows, Ledger
-from worker_svc.step import AddedRequest, Sampling, StepOutput
+from worker_svc.sampling import Sampling
+from worker_svc.step import AddedRequest, StepOutput
 
 _NUM_BLOCKS = 40
 

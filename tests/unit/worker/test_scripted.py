@@ -16,7 +16,8 @@ from worker_svc.runner.base import DeviceFailed, Runner, StepFailed
 from worker_svc.runner.script import Fault, FaultKind, FaultPlan, Script
 from worker_svc.runner.scripted import EOS_TOKEN_ID, VOCAB_SIZE, ScriptedRunner, complete
 from worker_svc.runner.slot_memory import Fingerprints
-from worker_svc.step import Sampling, Step, StepAnswer, StepOutput
+from worker_svc.sampling import Sampling
+from worker_svc.step import Step, StepAnswer, StepOutput
 
 _SAMPLED = Sampling(temperature=0.7, seed=11)
 
