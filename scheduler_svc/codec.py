@@ -34,6 +34,8 @@ from stepfence.v1 import (
 PROTOCOL_REVISION: Final = 1
 MAX_ID_BYTES: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 128
+# Submits, cancels and ends of text in one frame of a front end, of each kind.
+MAX_FRAME_ITEMS: Final = 1024
 # As long as a name in DNS can be.
 MAX_HOST_CHARS: Final = 253
 # Larger than anything a row adds to a message besides its columns, id and sampling parameters: tags, lengths, numbers.
@@ -423,6 +425,13 @@ _CANCEL_CAUSES: Final = {
 
 def decode_session_frame(message: session_service_pb2.AttachRequest) -> SessionFrame:
     """Read one frame of Attach. Raises SessionProtocolError for what no front end may send."""
+    for name, items in (
+        ("submits", message.submits),
+        ("cancels", message.cancels),
+        ("text_ended", message.text_ended),
+    ):
+        if len(items) > MAX_FRAME_ITEMS:
+            raise SessionProtocolError(f"{len(items)} {name} in one frame, at most {MAX_FRAME_ITEMS}")
     hello = None
     if message.HasField("hello"):
         hello = _hello(message.hello)
@@ -475,8 +484,9 @@ def _submission(message: session_service_pb2.Submit) -> Submission:
             min_p=sampling.min_p,
             max_tokens=sampling.max_tokens,
             min_tokens=sampling.min_tokens,
-            eos_token_ids=tuple(sampling.eos_token_ids),
-            stop_token_ids=tuple(sampling.stop_token_ids),
+            # One more than is allowed is enough to refuse the request.
+            eos_token_ids=tuple(sampling.eos_token_ids[: MAX_STOP_TOKEN_IDS + 1]),
+            stop_token_ids=tuple(sampling.stop_token_ids[: MAX_STOP_TOKEN_IDS + 1]),
             encoded=_known_fields(sampling),
         ),
         priority=message.priority,

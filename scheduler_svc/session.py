@@ -473,7 +473,7 @@ class SessionServicer(session_service_pb2_grpc.SessionServiceServicer):
             return Failure(Code.INVALID_ARGUMENT, "PROTOCOL_VIOLATION", str(error))
         if isinstance(error, DecodeError):
             log.warning("front end broke the protocol", extra={"front_end": session.front_end_id, "cause": str(error)})
-            return Failure(Code.INVALID_ARGUMENT, "PROTOCOL_VIOLATION", "a frame is no AttachRequest")
+            return Failure(Code.INVALID_ARGUMENT, "PROTOCOL_VIOLATION", f"a frame cannot be taken: {error}")
         if isinstance(error, TimeoutError):
             log.warning("front end is silent", extra={"front_end": session.front_end_id})
             return errors.SILENT_FRONT_END

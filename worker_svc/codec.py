@@ -16,8 +16,10 @@ import numpy as np
 from stepfence.v1 import model_pb2, sampling_pb2, step_pb2, worker_service_pb2
 from worker_svc.errors import MalformedOpen, MalformedStep
 from worker_svc.limits import (
+    MAX_DROPPED_IDS,
     MAX_HOST_CHARS,
     MAX_INFLIGHT_STEPS,
+    MAX_MASKED_IDS,
     MAX_MESSAGE_BYTES,
     MAX_NUM_BATCHED_TOKENS,
     MAX_NUM_ROWS,
@@ -97,6 +99,9 @@ def decode_step(message: step_pb2.SchedulerOutput, vocab_size: int) -> Step:
         raise MalformedStep(f"processed_step_seq {message.processed_step_seq} not before step_seq {message.step_seq}")
     if len(message.new_requests) > MAX_NUM_ROWS:
         raise MalformedStep(f"new_requests: {len(message.new_requests)}, at most {MAX_NUM_ROWS} rows can be had")
+    num_dropped = len(message.preempted_request_ids) + len(message.finished_request_ids)
+    if num_dropped > MAX_DROPPED_IDS:
+        raise MalformedStep(f"{num_dropped} preempted and finished requests, at most {MAX_DROPPED_IDS}")
     rows = _column(message.rows, "rows")
     num_drafts = _column(message.num_drafts, "num_drafts")
     draft_token_ids = _column(message.draft_token_ids, "draft_token_ids")
@@ -173,6 +178,9 @@ def _decode_sampling(message: sampling_pb2.ResolvedSampling, request_id: str, vo
         if not parameter.is_valid(value):
             raise MalformedStep(f"{request_id}: sampling.{parameter.name} is {value}")
         values[parameter.name] = parameter.as_kept(value)
+    num_masked = len(message.eos_token_ids) + len(message.stop_token_ids)
+    if num_masked > MAX_MASKED_IDS:
+        raise MalformedStep(f"{request_id}: {num_masked} end-of-sequence and stop ids, at most {MAX_MASKED_IDS}")
     masked = {*message.eos_token_ids, *message.stop_token_ids}
     return Sampling(**values, masked_token_ids=tuple(sorted(token_id for token_id in masked if token_id < vocab_size)))
 

@@ -14,6 +14,10 @@ MAX_NUM_BATCHED_TOKENS: Final = 262_144
 MAX_INFLIGHT_STEPS: Final = 64
 # Steps without tokens may be sent beside the window of steps with tokens; so many of them.
 MAX_EMPTY_STEPS_UNPROCESSED: Final = 64
+# Requests that one step preempts or finishes: each row may be given up twice, by both lists.
+MAX_DROPPED_IDS: Final = 2 * MAX_NUM_ROWS
+# End-of-sequence and stop ids of one request. The scheduler sends 256 at most.
+MAX_MASKED_IDS: Final = 4096
 MAX_REQUEST_ID_BYTES: Final = 1024
 # As long as a name in DNS can be.
 MAX_HOST_CHARS: Final = 253

@@ -85,7 +85,7 @@ class GenerationServicer(GenerationServiceServicer):
     ) -> None:
         """Streams and answers are made here, by the same code."""
         with self._front_end.stream():
-            call = codec.decode_call(request)
+            call = codec.decode_call(request, self._front_end.limits)
             with await self._front_end.start(call, context.time_remaining) as generation:
                 while (event := await generation.next()) is not None:
                     await deliver(event)

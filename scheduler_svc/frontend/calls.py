@@ -4,6 +4,7 @@ here."""
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -36,7 +37,10 @@ class TextPrompt:
 
 @dataclass(frozen=True, slots=True)
 class IdsPrompt:
-    token_ids: array[int]
+    """token_ids: may be a view of the client's message, whose length and slices cost little and whose elements do
+    not."""
+
+    token_ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from scheduler_svc.frontend import calls
-from scheduler_svc.frontend.errors import Code, Failure, RequestError, SessionProtocolError
+from scheduler_svc.frontend.errors import Code, Failure, RequestError, SessionProtocolError, Violation, invalid
+from scheduler_svc.frontend.limits import Limits
 from stepfence.v1 import generation_service_pb2 as generation_pb2
 from stepfence.v1 import model_pb2, sampling_pb2, session_service_pb2
 
@@ -37,7 +38,9 @@ _WIRE_FINISH_REASONS = {reason: number for number, reason in _FINISH_REASONS.ite
 # --- clients --------------------------------------------------------------------------------------------------------
 
 
-def decode_call(request: generation_pb2.GenerateRequest) -> calls.GenerateCall:
+def decode_call(request: generation_pb2.GenerateRequest, limits: Limits) -> calls.GenerateCall:
+    """A client's call. Nothing is copied before its length is known to be within the limits. Raises RequestError."""
+    _check_counts(request, limits)
     return calls.GenerateCall(
         prompt=_decode_prompt(request),
         request_id=request.request_id,
@@ -48,12 +51,28 @@ def decode_call(request: generation_pb2.GenerateRequest) -> calls.GenerateCall:
     )
 
 
+def _check_counts(request: generation_pb2.GenerateRequest, limits: Limits) -> None:
+    num_messages = len(request.chat.messages)
+    if num_messages > limits.max_chat_messages:
+        description = f"at most {limits.max_chat_messages} messages, not {num_messages}"
+        raise invalid((Violation("chat.messages", description),), "PROMPT_TOO_LARGE")
+    violations = []
+    num_strings, num_ids = len(request.sampling.stop), len(request.sampling.stop_token_ids)
+    if num_strings > limits.max_stop_strings:
+        description = f"at most {limits.max_stop_strings} strings, not {num_strings}"
+        violations.append(Violation("sampling.stop", description))
+    if num_ids > limits.max_stop_ids:
+        violations.append(Violation("sampling.stop_token_ids", f"at most {limits.max_stop_ids} ids, not {num_ids}"))
+    if violations:
+        raise invalid(tuple(violations))
+
+
 def _decode_prompt(request: generation_pb2.GenerateRequest) -> calls.Prompt | None:
     kind = request.WhichOneof("prompt")
     if kind == "text":
         return calls.TextPrompt(request.text)
     if kind == "token_ids":
-        return calls.IdsPrompt(array("I", request.token_ids.ids))
+        return calls.IdsPrompt(request.token_ids.ids)
     if kind == "chat":
         return calls.ChatPrompt(
             tuple(calls.ChatMessage(message.role, message.content) for message in request.chat.messages)
@@ -264,8 +283,10 @@ def _rows(handles: array[int], counts: array[int], token_ids: array[int]) -> Ite
 
 
 def _encode_column(values: array[int]) -> bytes:
-    column = array("i", values)
+    """values: int32."""
+    column = values if values.typecode == "i" else array("i", values)
     if sys.byteorder != "little":
+        column = column[:]
         column.byteswap()
     return column.tobytes()
 

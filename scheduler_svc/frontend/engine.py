@@ -7,7 +7,7 @@ import contextlib
 import random
 import re
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from typing import Final, TypeVar
 
@@ -63,7 +63,7 @@ class FrontEnd:
         self, session: SessionClient, *, limits: Limits, rng: random.Random, executor: Executor | None = None
     ) -> None:
         self._session = session
-        self._limits = limits
+        self.limits = limits
         self._rng = rng
         self._executor = executor
         self._live: dict[str, Generation] = {}
@@ -117,7 +117,7 @@ class FrontEnd:
         self._check_open()
         served = self._session.model
         check_model(call, served.description)
-        check_parameters(call, served.description, self._limits, self._session.policy)
+        check_parameters(call, served.description, self.limits, self._session.policy)
         self._check_id(call.request_id)
         token_ids = await self._prompt_token_ids(call, served)
         sampling = resolve_sampling(call.sampling, served.description, self._rng)
@@ -161,12 +161,12 @@ class FrontEnd:
             return None
         if time_left_s <= 0:
             raise RequestError(DEADLINE)
-        margin_s = self._limits.deadline_margin_s + self._limits.deadline_margin_part * time_left_s
+        margin_s = self.limits.deadline_margin_s + self.limits.deadline_margin_part * time_left_s
         return time_left_s - min(margin_s, time_left_s / 10)
 
     def _submit(self, submission: Submission, output: OutputAssembler) -> Generation:
         request_id = submission.request_id
-        generation = Generation(request_id, len(submission.prompt_token_ids), output, self._session, self._limits)
+        generation = Generation(request_id, len(submission.prompt_token_ids), output, self._session, self.limits)
         generation.submitted(self._session.submit(submission, generation))
         generation.on_end = lambda: self._forget(request_id)
         self._live[request_id] = generation
@@ -203,44 +203,52 @@ class FrontEnd:
     async def _prompt_token_ids(self, call: GenerateCall, served: ServedModel) -> array[int]:
         prompt = call.prompt
         if isinstance(prompt, IdsPrompt):
-            # The length first: it bounds the work.
-            check_prompt_length(len(prompt.token_ids), served.description)
-            token_ids = prompt.token_ids
-        elif isinstance(prompt, TextPrompt) and prompt.text:
-            token_ids = array("I", await self._encode_text(prompt.text, served))
-        elif isinstance(prompt, ChatPrompt):
-            token_ids = array("I", await self._encode_chat(prompt, served))
-        else:
-            token_ids = array("I")
-        check_prompt_ids(len(token_ids), max(token_ids, default=0), served.description)
+            return await self._copied_ids(prompt.token_ids, served.description)
+        if isinstance(prompt, TextPrompt) and prompt.text:
+            return await self._encode_text(prompt.text, served)
+        if isinstance(prompt, ChatPrompt):
+            return await self._encode_chat(prompt, served)
+        return self._checked([], served.description)
+
+    async def _copied_ids(self, given: Sequence[int], model: ModelDescription) -> array[int]:
+        # The length first: it bounds the work. The rest in parts, between which others get their turn.
+        check_prompt_length(len(given), model, self.limits)
+        size = self.limits.max_ids_at_once
+        token_ids = self._checked(given[:size], model)
+        for start in range(size, len(given), size):
+            await asyncio.sleep(0)
+            token_ids += self._checked(given[start : start + size], model)
         return token_ids
 
-    async def _encode_text(self, text: str, served: ServedModel) -> list[int]:
+    async def _encode_text(self, text: str, served: ServedModel) -> array[int]:
         tokenizer = _needed(served.tokenizer, "text")
         num_bytes = len(text.encode())
         self._check_size(num_bytes, "text")
-        return await self._beside(num_bytes, lambda: tokenizer.encode_text(text))
+        return await self._beside(num_bytes, lambda: self._checked(tokenizer.encode_text(text), served.description))
 
-    async def _encode_chat(self, prompt: ChatPrompt, served: ServedModel) -> list[int]:
+    async def _encode_chat(self, prompt: ChatPrompt, served: ServedModel) -> array[int]:
         tokenizer = _needed(served.tokenizer, "chat")
         num_bytes = sum(len(m.role.encode()) + len(m.content.encode()) for m in prompt.messages)
         self._check_size(num_bytes, "chat")
-        if len(prompt.messages) > self._limits.max_chat_messages:
-            description = f"at most {self._limits.max_chat_messages} messages, not {len(prompt.messages)}"
-            raise invalid((Violation("chat.messages", description),), "PROMPT_TOO_LARGE")
+        messages, model = prompt.messages, served.description
         try:
-            return await self._beside(num_bytes, lambda: tokenizer.encode_chat(prompt.messages))
+            return await self._beside(num_bytes, lambda: self._checked(tokenizer.encode_chat(messages), model))
         except ChatError as error:
             raise invalid((Violation("chat", str(error)),), "INVALID_CHAT") from error
 
+    def _checked(self, token_ids: Sequence[int], model: ModelDescription) -> array[int]:
+        """The ids of a prompt as int32, once they are known to fit into the model. Raises RequestError."""
+        check_prompt_ids(len(token_ids), max(token_ids, default=0), model, self.limits)
+        return array("i", token_ids)
+
     def _check_size(self, num_bytes: int, field: str) -> None:
-        limit = self._limits.max_prompt_bytes
+        limit = self.limits.max_prompt_bytes
         if num_bytes > limit:
             violation = Violation(field, f"has {num_bytes} bytes; at most {limit}")
             raise invalid((violation,), "PROMPT_TOO_LARGE", num_bytes=num_bytes, max_bytes=limit)
 
     async def _beside(self, num_bytes: int, work: Callable[[], T]) -> T:
-        if self._executor is None or num_bytes <= self._limits.max_inline_text_bytes:
+        if self._executor is None or num_bytes <= self.limits.max_inline_text_bytes:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 

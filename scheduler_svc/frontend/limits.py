@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+# Largest message of a client while max_prompt_bytes does not need more ...
+_USUAL_MESSAGE_BYTES: Final = 4 << 20
+# ... and what a message may hold beside the text of its prompt: 4,096 roles and lengths of contents, stop strings, ids.
+_BESIDE_PROMPT_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +18,8 @@ class Limits:
 
     # Text, or all roles and contents of a chat together.
     max_prompt_bytes: int = 1 << 20
+    # What fits into one message to the scheduler, of 16 MiB, at four bytes a token.
+    max_prompt_tokens: int = 4_000_000
     max_chat_messages: int = 4096
     max_request_id_bytes: int = 256
     max_salt_bytes: int = 256
@@ -26,9 +34,18 @@ class Limits:
     # Frames waiting to be sent to the scheduler, and the part of it that goes into one frame.
     max_outbox_bytes: int = 64 << 20
     max_frame_bytes: int = 1 << 20
+    # Of each kind (submits, cancels, ends of text) in one frame.
+    max_frame_items: int = 512
     # A request ends so much before its client's deadline (but at most a tenth of the time left). gRPC rounds
     # deadlines up by as much as one in a hundred on the way.
     deadline_margin_s: float = 0.05
     deadline_margin_part: float = 0.01
     # Texts up to this length are tokenized on the spot, longer ones in a thread.
     max_inline_text_bytes: int = 2048
+    # Token ids copied from a message before others get their turn.
+    max_ids_at_once: int = 32_768
+
+    @property
+    def max_message_bytes(self) -> int:
+        """Largest message that is received from a client, after decompression."""
+        return max(_USUAL_MESSAGE_BYTES, self.max_prompt_bytes + _BESIDE_PROMPT_BYTES)

@@ -22,7 +22,8 @@ def check_model(call: GenerateCall, model: ModelDescription) -> None:
 
 
 def check_parameters(call: GenerateCall, model: ModelDescription, limits: Limits, policy: str) -> None:
-    """Everything but the prompt. policy: the scheduler's. Raises RequestError naming every field that is wrong."""
+    """Everything but the prompt, and the counts that decode_call checks. policy: the scheduler's. Raises RequestError
+    naming every field that is wrong."""
     violations = (*_identity_violations(call, limits), *_sampling_violations(call.sampling, model, limits))
     if violations:
         raise invalid(violations)
@@ -31,17 +32,18 @@ def check_parameters(call: GenerateCall, model: ModelDescription, limits: Limits
         raise invalid((violation,), "PRIORITY_NOT_SUPPORTED")
 
 
-def check_prompt_ids(num_prompt_tokens: int, largest: int, model: ModelDescription) -> None:
+def check_prompt_ids(num_prompt_tokens: int, largest: int, model: ModelDescription, limits: Limits) -> None:
     """largest: the largest id of the prompt. Raises RequestError."""
     if num_prompt_tokens == 0:
         raise invalid((Violation("prompt", "is empty"),), "EMPTY_PROMPT")
-    check_prompt_length(num_prompt_tokens, model)
+    check_prompt_length(num_prompt_tokens, model, limits)
     if largest >= model.vocab_size:
         description = f"token id {largest} is not in the vocabulary (0 to {model.vocab_size - 1})"
         raise invalid((Violation("token_ids.ids", description),))
 
 
-def check_prompt_length(num_prompt_tokens: int, model: ModelDescription) -> None:
+def check_prompt_length(num_prompt_tokens: int, model: ModelDescription, limits: Limits) -> None:
+    """Raises RequestError."""
     if num_prompt_tokens >= model.max_model_len:
         description = f"has {num_prompt_tokens} tokens; the model holds {model.max_model_len}, at least one for output"
         raise invalid(
@@ -50,6 +52,9 @@ def check_prompt_length(num_prompt_tokens: int, model: ModelDescription) -> None
             num_prompt_tokens=num_prompt_tokens,
             max_model_len=model.max_model_len,
         )
+    if num_prompt_tokens > limits.max_prompt_tokens:
+        description = f"has {num_prompt_tokens} tokens; at most {limits.max_prompt_tokens} fit into one message"
+        raise invalid((Violation("prompt", description),), "PROMPT_TOO_LARGE")
 
 
 def resolve_sampling(sampling: Sampling, model: ModelDescription, rng: random.Random) -> ResolvedSampling:
@@ -113,15 +118,10 @@ def _length_violations(sampling: Sampling) -> Iterator[Violation]:
 
 
 def _stop_violations(sampling: Sampling, model: ModelDescription, limits: Limits) -> Iterator[Violation]:
-    if len(sampling.stop) > limits.max_stop_strings:
-        yield Violation("sampling.stop", f"at most {limits.max_stop_strings} strings, not {len(sampling.stop)}")
     if any(not text for text in sampling.stop):
         yield Violation("sampling.stop", "an empty string would stop everything; leave it out")
-    if any(len(text.encode()) > limits.max_stop_string_bytes for text in sampling.stop[: limits.max_stop_strings]):
+    if any(len(text.encode()) > limits.max_stop_string_bytes for text in sampling.stop):
         yield Violation("sampling.stop", f"each must be at most {limits.max_stop_string_bytes} bytes")
-    if len(sampling.stop_token_ids) > limits.max_stop_ids:
-        description = f"at most {limits.max_stop_ids} ids, not {len(sampling.stop_token_ids)}"
-        yield Violation("sampling.stop_token_ids", description)
-    elif any(token_id >= model.vocab_size for token_id in sampling.stop_token_ids):
+    if any(token_id >= model.vocab_size for token_id in sampling.stop_token_ids):
         unknown = max(sampling.stop_token_ids)
         yield Violation("sampling.stop_token_ids", f"{unknown} is not in the vocabulary (0 to {model.vocab_size - 1})")

@@ -29,6 +29,7 @@ from scheduler_svc.frontend.session_transport import GrpcTransport
 from scheduler_svc.frontend.text import Tokenizer, load_tokenizer
 from scheduler_svc.rpc import channels
 from scheduler_svc.rpc.cluster_secret import ClusterSecret
+from scheduler_svc.rpc.message_budget import MessageBudget
 from stepfence.v1 import generation_service_pb2, generation_service_pb2_grpc
 
 EXIT_OK: Final = 0
@@ -124,7 +125,11 @@ class FrontEndProcess:
 
     def _build_server(self) -> tuple[grpc.aio.Server, Any]:
         """Raises OSError when the address cannot be listened on."""
-        server = channels.server()
+        server = channels.server(
+            max_message_bytes=self._limits.max_message_bytes,
+            # Complete has its GenerateRequest in the field `request`.
+            budget=MessageBudget(envelopes=frozenset({"request"})),
+        )
         servicer = GenerationServicer(self.front_end, self._secret)
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
         # The asynchronous servicer has no type stubs.

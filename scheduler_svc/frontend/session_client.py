@@ -126,7 +126,13 @@ class Outbox:
     def put_submit(self, submit: session_service_pb2.Submit) -> None:
         size = submit.ByteSize()
         last = self._frames[-1] if self._frames else None
-        if last is None or last.cancels or last.text_ended or self._frame_bytes + size > self._limits.max_frame_bytes:
+        if (
+            last is None
+            or last.cancels
+            or last.text_ended
+            or len(last.submits) >= self._limits.max_frame_items
+            or self._frame_bytes + size > self._limits.max_frame_bytes
+        ):
             last = self._open()
         last.submits.append(submit)
         self._frame_bytes += size
@@ -135,13 +141,16 @@ class Outbox:
 
     def put_cancel(self, cancel: session_service_pb2.Cancel) -> None:
         last = self._frames[-1] if self._frames else None
-        if last is None or last.text_ended:
+        if last is None or last.text_ended or len(last.cancels) >= self._limits.max_frame_items:
             last = self._open()
         last.cancels.append(cancel)
         self.filled.set()
 
     def put_text_ended(self, text_ended: session_service_pb2.TextEnded) -> None:
-        (self._frames[-1] if self._frames else self._open()).text_ended.append(text_ended)
+        last = self._frames[-1] if self._frames else None
+        if last is None or len(last.text_ended) >= self._limits.max_frame_items:
+            last = self._open()
+        last.text_ended.append(text_ended)
         self.filled.set()
 
     def nudge(self) -> None:
@@ -188,7 +197,8 @@ class SessionClient:
         self._front_end_id = front_end_id
         self._rng = rng
         self._timing = timing or SessionTiming()
-        self._outbox = Outbox(limits or Limits())
+        self._limits = limits or Limits()
+        self._outbox = Outbox(self._limits)
         self._sinks: dict[int, CallSink | None] = {}
         self._next_handle = 1
         self._attached = False
@@ -438,8 +448,19 @@ class SessionClient:
         self._known = self._model = served
         if changed:
             log.info("serving a model", extra={"model": served.description.name})
+            self._compare_with_limits(served.description)
             self.on_change()
         return True
+
+    def _compare_with_limits(self, model: ModelDescription) -> None:
+        # Ids travel as varints of seven bits a byte.
+        id_bytes = -(-max(model.vocab_size - 1, 1).bit_length() // 7)
+        fitting = self._limits.max_message_bytes // id_bytes
+        if model.max_model_len > fitting:
+            log.warning(
+                "token ids as many as the model allows do not fit into one message: raise --max-prompt-bytes",
+                extra={"model": model.name, "max_model_len": model.max_model_len, "num_ids_that_fit": fitting},
+            )
 
     async def _served(self, description: ModelDescription) -> ServedModel:
         digest = description.tokenizer_digest

@@ -17,6 +17,7 @@ import grpc.aio
 
 from scheduler_svc.rpc import status
 from scheduler_svc.rpc.cluster_secret import ClusterSecret, carries_any
+from scheduler_svc.rpc.message_budget import MessageBudget
 
 log = logging.getLogger(__name__)
 
@@ -24,10 +25,12 @@ Options = tuple[tuple[str, int], ...]
 
 MAX_MESSAGE_BYTES: Final = 16 << 20
 
+_RECEIVE_LIMIT: Final = "grpc.max_receive_message_length"
+
 SERVER_OPTIONS: Final[Options] = (
     # A second process that listens on the same port fails to bind.
     ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    (_RECEIVE_LIMIT, MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),
     # Clients may ping while their call is silent, as often as they like.
     ("grpc.http2.min_ping_interval_without_data_ms", 100),
@@ -102,10 +105,21 @@ def blocking_channel(target: str, options: Options = FROM_COMMAND_LINE, *, use_p
 # --- servers --------------------------------------------------------------------------------------------------------
 
 
-def server(*, secret: ClusterSecret | None = None, guarded: Sequence[str] = ()) -> grpc.aio.Server:
-    """An asyncio server. Calls of the `guarded` services (full names) must carry `secret`, when there is one."""
-    interceptors = [] if secret is None else [_Guard(secret, guarded)]
-    return grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
+def server(
+    *,
+    secret: ClusterSecret | None = None,
+    guarded: Sequence[str] = (),
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    budget: MessageBudget | None = None,
+) -> grpc.aio.Server:
+    """An asyncio server. Calls of the `guarded` services (full names) must carry `secret`, when there is one. Messages
+    have at most `max_message_bytes`, on the wire and again when they are decompressed, and are decoded within the
+    `budget` (None: the usual one)."""
+    interceptors: list[grpc.aio.ServerInterceptor] = [MessageBudget() if budget is None else budget]  # type: ignore[type-arg]
+    if secret is not None:
+        interceptors.insert(0, _Guard(secret, guarded))
+    options = tuple((name, max_message_bytes if name == _RECEIVE_LIMIT else value) for name, value in SERVER_OPTIONS)
+    return grpc.aio.server(interceptors=interceptors, options=options)
 
 
 class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]

@@ -103,11 +103,13 @@ def feed_attach_response(data: bytes) -> None:
 def feed_client_call(data: bytes) -> None:
     """What a front end hears from a client; and how it tells what is wrong with it."""
     try:
-        call = front_end_codec.decode_call(generation_service_pb2.GenerateRequest.FromString(data))
+        call = front_end_codec.decode_call(generation_service_pb2.GenerateRequest.FromString(data), Limits())
         resolve.check_model(call, _MODEL)
         resolve.check_parameters(call, _MODEL, Limits(), "fcfs")
         if isinstance(call.prompt, IdsPrompt):
-            resolve.check_prompt_ids(len(call.prompt.token_ids), max(call.prompt.token_ids, default=0), _MODEL)
+            resolve.check_prompt_ids(
+                len(call.prompt.token_ids), max(call.prompt.token_ids, default=0), _MODEL, Limits()
+            )
         resolve.resolve_sampling(call.sampling, _MODEL, random.Random(1))
     except RequestError as error:
         front_end_codec.encode_error(error).SerializeToString()

@@ -21,6 +21,7 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.frontend import codec as front_end_codec
 from scheduler_svc.frontend.calls import Delta, GenerateCall, IdsPrompt, Sampling
 from scheduler_svc.frontend.errors import RequestError
+from scheduler_svc.frontend.limits import Limits
 from scheduler_svc.service import ServiceOptions
 from scheduler_svc.workers.session import Timeouts
 from stepfence.v1 import session_service_pb2, worker_service_pb2
@@ -184,7 +185,9 @@ async def calls_at_a_front_end(deployment: Deployment, num_frames: int) -> None:
     async def ask(message: Any, patience_s: float) -> None:
         try:
             async with asyncio.timeout(patience_s):
-                with await front_end.front_end.start(front_end_codec.decode_call(message), lambda: None) as generation:
+                with await front_end.front_end.start(
+                    front_end_codec.decode_call(message, Limits()), lambda: None
+                ) as generation:
                     while (event := await generation.next()) is not None:
                         front_end_codec.encode_event(event).SerializeToString()
         except RequestError as error:

@@ -31,7 +31,7 @@ class GenerationServiceStub:
     UPPER_SNAKE), and BadRequest or RetryInfo where they help:
 
       INVALID_ARGUMENT     EMPTY_PROMPT, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY, PROMPT_TOO_LARGE, INVALID_PARAMETER,
-                           INVALID_CHAT, PRIORITY_NOT_SUPPORTED, NO_TOKENIZER
+                           INVALID_CHAT, PRIORITY_NOT_SUPPORTED, NO_TOKENIZER, UNDECODABLE
       PERMISSION_DENIED    on Abort: ABORT_NOT_ALLOWED
       NOT_FOUND            MODEL_NOT_FOUND; on Abort: REQUEST_NOT_FOUND
       ALREADY_EXISTS       DUPLICATE_REQUEST_ID: a request with this id is live. The id is free again after the end.
@@ -71,7 +71,7 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     UPPER_SNAKE), and BadRequest or RetryInfo where they help:
 
       INVALID_ARGUMENT     EMPTY_PROMPT, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY, PROMPT_TOO_LARGE, INVALID_PARAMETER,
-                           INVALID_CHAT, PRIORITY_NOT_SUPPORTED, NO_TOKENIZER
+                           INVALID_CHAT, PRIORITY_NOT_SUPPORTED, NO_TOKENIZER, UNDECODABLE
       PERMISSION_DENIED    on Abort: ABORT_NOT_ALLOWED
       NOT_FOUND            MODEL_NOT_FOUND; on Abort: REQUEST_NOT_FOUND
       ALREADY_EXISTS       DUPLICATE_REQUEST_ID: a request with this id is live. The id is free again after the end.
@@ -107,7 +107,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     UPPER_SNAKE), and BadRequest or RetryInfo where they help:
 
       INVALID_ARGUMENT     EMPTY_PROMPT, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY, PROMPT_TOO_LARGE, INVALID_PARAMETER,
-                           INVALID_CHAT, PRIORITY_NOT_SUPPORTED, NO_TOKENIZER
+                           INVALID_CHAT, PRIORITY_NOT_SUPPORTED, NO_TOKENIZER, UNDECODABLE
       PERMISSION_DENIED    on Abort: ABORT_NOT_ALLOWED
       NOT_FOUND            MODEL_NOT_FOUND; on Abort: REQUEST_NOT_FOUND
       ALREADY_EXISTS       DUPLICATE_REQUEST_ID: a request with this id is live. The id is free again after the end.

@@ -54,7 +54,9 @@ Global___CancelReason: _TypeAlias = CancelReason  # noqa: Y015
 
 @_typing.final
 class AttachRequest(_message.Message):
-    """One frame up; everything in it is taken in the order of the fields."""
+    """One frame up; everything in it is taken in the order of the fields. At most 1,024 of each of submits, cancels and
+    text_ended.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

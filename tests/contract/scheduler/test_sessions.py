@@ -18,6 +18,7 @@ from stepfence.v1 import admin_service_pb2
 from stepfence.v1 import session_service_pb2 as pb
 from tests.support.scheduler_process import RunningScheduler, running_scheduler, until
 from tests.support.session_client import LENGTH, STOP, SessionClient, Stream
+from tests.support.wire import number_field
 from tests.support.worker_double import TOKENIZER, Capabilities, WorkerDouble, complete
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -373,6 +374,9 @@ VIOLATIONS: dict[str, list[pb.AttachRequest]] = {
     "a broken prompt column": [_submit(prompt_token_ids=b"\1\0\0")],
     "a handle in use": [_submit(), _submit(request_id="other")],
     "a cancel without reason": [pb.AttachRequest(cancels=[pb.Cancel(handle=1)])],
+    "f118: too many cancels": [pb.AttachRequest(cancels=[pb.Cancel(handle=1, reason=pb.CANCEL_REASON_ABORTED)] * 1025)],
+    "f118: too many text ends": [pb.AttachRequest(text_ended=[pb.TextEnded(handle=1, num_tokens=1)] * 1025)],
+    "f118: so many that they are not decoded": [pb.AttachRequest(cancels=[pb.Cancel()] * 500_000)],
     "a text end of nothing": [pb.AttachRequest(text_ended=[pb.TextEnded(handle=1)])],
 }
 
@@ -392,6 +396,15 @@ async def test_a_frame_against_the_rules_ends_the_stream(
         assert client.status is grpc.StatusCode.INVALID_ARGUMENT
         assert client.details
     double.answering.set()
+
+
+async def test_f118_so_many_submits_in_a_frame_end_the_stream(scheduler: RunningScheduler) -> None:
+    async with SessionClient(scheduler.address) as client:
+        client.send(pb.AttachRequest(submits=_submit().submits[:1] * 1025))
+        async with asyncio.timeout(20):
+            await client.ended.wait()
+        assert client.status is grpc.StatusCode.INVALID_ARGUMENT
+        assert "1025 submits" in client.details
 
 
 @pytest.mark.parametrize(
@@ -443,7 +456,7 @@ async def test_undecodable_bytes_end_one_call_and_nothing_else(
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await call.read()
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "no AttachRequest" in (error.value.details() or "")
+        assert "not a stepfence.v1.AttachRequest" in (error.value.details() or "")
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
     async with SessionClient(scheduler.address) as client:
         assert (await client.submit(PROMPT, 3).over()).tokens == complete(PROMPT, 3)
@@ -547,3 +560,34 @@ async def test_a_reset_that_preempts_changes_no_text(scheduler: RunningScheduler
             await stream.over()
             assert stream.tokens == complete(stream.prompt, 100)
         assert client.errors == []
+
+
+@pytest.mark.parametrize("field", ["stop_token_ids", "eos_token_ids"])
+async def test_f118_a_request_with_millions_of_stop_ids_is_refused_alone(
+    scheduler: RunningScheduler, double: WorkerDouble, field: str
+) -> None:
+    async with SessionClient(scheduler.address) as client:
+        submit = _submit(handle=7)
+        getattr(submit.submits[0].sampling, field).extend([1] * 2_000_000)
+        client.streams[7] = Stream(7, "r", [1])
+        client.send(submit)
+        await until(lambda: client.streams[7].refused is not None)
+        refused = client.streams[7].refused
+        assert refused is not None
+        assert refused.reason == "INVALID_PARAMETER"
+        assert client.errors == []
+
+
+@pytest.mark.parametrize("method", ["GetStatus", "Drain", "AuditKv", "ResetPrefixCache"])
+async def test_f118_operators_messages_are_counted_before_they_are_decoded(
+    scheduler: RunningScheduler, method: str
+) -> None:
+    async with grpc.aio.insecure_channel(scheduler.address) as channel:
+        call: Any = channel.unary_unary(f"/stepfence.v1.AdminService/{method}")  # type: ignore[call-arg]
+        for data, told in ((number_field(15, 1) * 1_000_000, "16384 fields"), (b"\xff", "not a stepfence.v1.")):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call(data, timeout=30)
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert told in (error.value.details() or "")
+        status: Any = channel.unary_unary("/stepfence.v1.AdminService/GetStatus")  # type: ignore[call-arg]
+        assert await status(b"", timeout=30)

@@ -378,3 +378,17 @@ def test_handles_are_not_used_again_while_they_are_taken() -> None:
         running.cancel()
 
     run(scenario())
+
+
+def test_f118_a_frame_has_so_many_of_each_kind_and_no_more() -> None:
+    outbox = Outbox(Limits(max_frame_items=3))
+    for handle in range(1, 8):
+        outbox.put_submit(session_service_pb2.Submit(handle=handle))
+    for handle in range(1, 8):
+        outbox.put_cancel(session_service_pb2.Cancel(handle=handle))
+    for handle in range(1, 8):
+        outbox.put_text_ended(session_service_pb2.TextEnded(handle=handle, num_tokens=1))
+    sizes = []
+    while (frame := outbox.take()) is not None:
+        sizes.append((len(frame.submits), len(frame.cancels), len(frame.text_ended)))
+    assert sizes == [(3, 0, 0), (3, 0, 0), (1, 3, 0), (0, 3, 0), (0, 1, 3), (0, 0, 3), (0, 0, 1)]

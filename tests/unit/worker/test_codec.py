@@ -16,6 +16,7 @@ from tests.unit.worker.builders import capabilities, geometry, ints
 from worker_svc import codec
 from worker_svc.errors import ContractError, MalformedOpen, MalformedStep, StepRefused
 from worker_svc.ledger import Ledger
+from worker_svc.limits import MAX_DROPPED_IDS, MAX_MASKED_IDS
 from worker_svc.step import FailureKind, StepAnswer, StepOutput
 
 _VOCAB = 260
@@ -232,3 +233,16 @@ def test_every_refusal_travels_as_error_info() -> None:
     assert key == "grpc-status-details-bin" and status.details[0].Unpack(info)
     assert (info.reason, info.domain, status.code) == ("ROW_TAKEN", "stepfence", 9)
     assert 390 < len(error.message.encode()) <= 400 and len(value) < 2000
+
+
+def test_f118_lists_of_a_step_are_bounded_before_they_are_copied() -> None:
+    step = step_pb2.SchedulerOutput(epoch=1, step_seq=1)
+    step.finished_request_ids.extend([""] * (MAX_DROPPED_IDS + 1))
+    with pytest.raises(MalformedStep, match="preempted and finished"):
+        codec.decode_step(step, _VOCAB)
+    step = step_pb2.SchedulerOutput(epoch=1, step_seq=1)
+    added = step.new_requests.add(request_id="r", token_ids=bytes(4), num_prompt_tokens=1)
+    added.sampling.top_p = 1
+    added.sampling.stop_token_ids.extend([1] * (MAX_MASKED_IDS + 1))
+    with pytest.raises(MalformedStep, match="stop ids"):
+        codec.decode_step(step, _VOCAB)

@@ -1,0 +1,109 @@
+"""A front end whose event loop is measured: the CPU time that its thread uses in each turn.
+
+    async with MeasuredFrontEnd(scheduler_address) as front_end:
+        await front_end.reset()
+        ...                                  # calls to front_end.address
+        assert await front_end.longest_turn_ms() < 50
+
+It is a process of its own, so nothing but the front end runs on the measured thread. CPU time, not time on the clock:
+a busy machine does not change it. This file is also that process: `python -m tests.support.measured_front_end`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+import time
+from types import TracebackType
+from typing import Any, Self
+
+from scheduler_svc.config import FrontendSettings
+from scheduler_svc.frontend.server import FrontEndProcess
+
+_PATIENCE_S = 60.0
+
+
+class MeasuredFrontEnd:
+    """The process, for the length of the `with`. address: HOST:PORT, ready to be called."""
+
+    def __init__(self, scheduler: str, *, max_prompt_bytes: int = 1 << 20) -> None:
+        self._arguments = ("--scheduler", scheduler, "--max-prompt-bytes", str(max_prompt_bytes))
+        self.address = ""
+
+    async def reset(self) -> None:
+        """Forget the turns so far."""
+        await self._ask("reset")
+
+    async def longest_turn_ms(self) -> float:
+        """CPU time of the longest turn since the last reset, in milliseconds."""
+        return float(await self._ask("longest"))
+
+    async def _ask(self, question: str) -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{question}\n".encode())
+        async with asyncio.timeout(_PATIENCE_S):
+            return (await self._process.stdout.readline()).decode().strip()
+
+    async def __aenter__(self) -> Self:
+        pipe = asyncio.subprocess.PIPE
+        command = (sys.executable, "-m", "tests.support.measured_front_end", *self._arguments)
+        self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+        self.address = await self._ask("address")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.communicate()
+
+
+class _MeasuredLoop(asyncio.SelectorEventLoop):
+    """Waiting for events takes no CPU time, so what a turn uses is the work of its callbacks."""
+
+    longest_ns = 0
+
+    def _run_once(self) -> None:
+        before = time.thread_time_ns()
+        super()._run_once()  # type: ignore[misc]
+        self.longest_ns = max(self.longest_ns, time.thread_time_ns() - before)
+
+
+async def _serve(loop: _MeasuredLoop, settings: FrontendSettings) -> None:
+    process = FrontEndProcess(settings)
+    serving = asyncio.create_task(process.serve())
+    await process.listening.wait()
+    while process.front_end.not_ready_cause is not None:
+        await asyncio.sleep(0.01)
+
+    def answer() -> None:
+        question = sys.stdin.readline().strip()
+        if question == "reset":
+            loop.longest_ns = 0
+        answers: dict[str, Any] = {"address": f"127.0.0.1:{process.port}", "longest": loop.longest_ns / 1e6}
+        print(answers.get(question, ""), flush=True)
+
+    loop.add_reader(sys.stdin.fileno(), answer)
+    await serving
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--scheduler")
+    parser.add_argument("--max-prompt-bytes", type=int)
+    arguments = parser.parse_args()
+    settings = FrontendSettings(
+        listen="127.0.0.1:0", scheduler=arguments.scheduler, max_prompt_bytes=arguments.max_prompt_bytes
+    )
+    with asyncio.Runner(loop_factory=_MeasuredLoop) as runner:
+        loop = runner.get_loop()
+        assert isinstance(loop, _MeasuredLoop)
+        runner.run(_serve(loop, settings))
+
+
+if __name__ == "__main__":
+    _main()
