@@ -13,7 +13,6 @@ from typing import Any, Final
 import grpc.aio
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 from prometheus_client.metrics_core import Metric
 
@@ -25,6 +24,7 @@ from scheduler_svc.facts import MetricsSink, Recorder
 from scheduler_svc.metrics import MetricsServer, PrometheusMetrics, collect
 from scheduler_svc.rpc import channels
 from scheduler_svc.rpc.cluster_secret import ClusterSecret
+from scheduler_svc.rpc.health import HealthServicer
 from scheduler_svc.service import SchedulerService, ServiceOptions
 from scheduler_svc.session import SessionServicer
 from scheduler_svc.workers.grpc_transport import GrpcTransport
@@ -125,8 +125,6 @@ class SchedulerProcess:
         self._signals = 0
         self._stop_now: asyncio.Future[int] | None = None
         self._health = HealthServicer()
-        self._health_changed = asyncio.Event()
-        self._is_ready = False
         self.started = asyncio.Event()
         self.port = 0
         # HOST:PORT of the metrics, when served.
@@ -150,7 +148,7 @@ class SchedulerProcess:
             told = "cannot listen on %s: choose another address with --metrics-listen, or none"
             log.error(told, self._settings.metrics_listen, extra={"cause": error.strerror or str(error)})
             return EXIT_FATAL
-        await self._publish_health()
+        self._readiness_changed(False, "starting")
         await server.start()
         host = self._settings.listen.rpartition(":")[0]
         address = f"{host}:{self.port}"
@@ -171,7 +169,6 @@ class SchedulerProcess:
     async def _until_done(self, service: SchedulerService) -> int:
         assert self._stop_now is not None
         serving = asyncio.create_task(service.run(), name="scheduler")
-        health = asyncio.create_task(self._follow_health(), name="health")
         try:
             ends: list[asyncio.Future[Any]] = [serving, self._stop_now]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -180,9 +177,8 @@ class SchedulerProcess:
             serving.result()
             return EXIT_CUT_OFF if service.num_cut_off else EXIT_OK
         finally:
-            for task in (serving, health):
-                task.cancel()
-            await asyncio.gather(serving, health, return_exceptions=True)
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
 
     # --- parts ---
 
@@ -236,20 +232,8 @@ class SchedulerProcess:
     # --- health: "" is this process, the services' names are readiness ---
 
     def _readiness_changed(self, is_ready: bool, cause: str) -> None:
-        self._is_ready = is_ready
-        self._health_changed.set()
-
-    async def _follow_health(self) -> None:
-        while True:
-            await self._health_changed.wait()
-            self._health_changed.clear()
-            await self._publish_health()
-
-    async def _publish_health(self) -> None:
-        serving = health_pb2.HealthCheckResponse
-        status = serving.SERVING if self._is_ready else serving.NOT_SERVING
         for name in _READY_SERVICES:
-            await self._health.set(name, status)
+            self._health.set(name, is_serving=is_ready)
 
     # --- signals ---
 

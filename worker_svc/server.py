@@ -17,13 +17,14 @@ import sys
 from typing import Any, Final
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from stepfence.v1 import worker_service_pb2_grpc
 from worker_svc.cluster_secret import Guard
 from worker_svc.config import WorkerSettings, parse_address
 from worker_svc.faulty_service import FaultyWorkerService
+from worker_svc.health import HealthServicer
 from worker_svc.limits import MAX_MESSAGE_BYTES
 from worker_svc.runner.base import Runner
 from worker_svc.runner.script import Script
@@ -100,7 +101,7 @@ class WorkerServer:
     def __init__(self, service: WorkerService, secret: str | None = None) -> None:
         """secret: the cluster secret that calls of the WorkerService must carry; None: they need none."""
         self.service: Final = service
-        self._health: Final = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._health: Final = HealthServicer()
         guards = [] if secret is None else [Guard(secret, SERVICE_NAME)]
         self._server: Final = grpc.aio.server(interceptors=guards, options=server_options())
         worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(service, self._server)
@@ -120,8 +121,7 @@ class WorkerServer:
             raise ListenError(str(error)) from None
         if not bound:
             raise ListenError("taken, or not of this machine")
-        await self._set_ready(False)
-        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        self._set_ready(False)
         await self._server.start()
         return f"{host}:{bound}"
 
@@ -129,23 +129,22 @@ class WorkerServer:
         """Load the model and become ready. Raises what loading raises."""
         await self.service.start()
         if not self.service.is_draining:
-            await self._set_ready(True)
+            self._set_ready(True)
 
     async def drain(self, deadline_s: float) -> bool:
         """Not ready any more; see WorkerService.drain."""
-        await self._set_ready(False)
+        self._set_ready(False)
         return await self.service.drain(deadline_s)
 
     async def stop(self) -> bool:
         """Stop serving; False when the runner is still busy and the process must be left all the same."""
-        await self._set_ready(False)
+        self._set_ready(False)
         has_ended = self.service.stop(0)
         await self._server.stop(_STOP_GRACE_S)
         return has_ended or self.service.stop(_EXECUTOR_STOP_S)
 
-    async def _set_ready(self, is_ready: bool) -> None:
-        status = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
-        await self._health.set(SERVICE_NAME, status)
+    def _set_ready(self, is_ready: bool) -> None:
+        self._health.set(SERVICE_NAME, is_serving=is_ready)
 
 
 def make_service(settings: WorkerSettings) -> WorkerService:

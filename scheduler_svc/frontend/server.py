@@ -12,11 +12,11 @@ import socket
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import grpc.aio
 import uvloop
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from scheduler_svc import logs
@@ -29,6 +29,7 @@ from scheduler_svc.frontend.session_transport import GrpcTransport
 from scheduler_svc.frontend.text import Tokenizer, load_tokenizer
 from scheduler_svc.rpc import channels
 from scheduler_svc.rpc.cluster_secret import ClusterSecret
+from scheduler_svc.rpc.health import HealthServicer
 from scheduler_svc.rpc.message_budget import MessageBudget
 from stepfence.v1 import generation_service_pb2, generation_service_pb2_grpc
 
@@ -36,6 +37,7 @@ EXIT_OK: Final = 0
 EXIT_FATAL: Final = 1
 EXIT_CUT_OFF: Final = 3
 
+_HEALTH_SERVICE: Final = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 SERVICE: Final = generation_service_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
 # Tokenizing is the only thing done in threads; more would take the cores from the loop.
@@ -123,7 +125,7 @@ class FrontEndProcess:
 
     # --- start ---
 
-    def _build_server(self) -> tuple[grpc.aio.Server, Any]:
+    def _build_server(self) -> tuple[grpc.aio.Server, HealthServicer]:
         """Raises OSError when the address cannot be listened on."""
         server = channels.server(
             max_message_bytes=self._limits.max_message_bytes,
@@ -132,10 +134,10 @@ class FrontEndProcess:
         )
         servicer = GenerationServicer(self.front_end, self._secret)
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
-        # The asynchronous servicer has no type stubs.
-        checks: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        checks = HealthServicer()
+        checks.set(SERVICE, is_serving=False)
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        reflection.enable_server_reflection((SERVICE, _HEALTH_SERVICE, reflection.SERVICE_NAME), server)
         self.port = channels.listen(server, self._settings.listen)
         return server, checks
 
@@ -149,15 +151,13 @@ class FrontEndProcess:
 
     # --- health ---
 
-    async def _keep_health(self, checks: Any) -> None:
+    async def _keep_health(self, checks: HealthServicer) -> None:
         """ "" is this process; the service's name is whether requests are taken, with the cause in the log."""
-        await checks.set("", health_pb2.HealthCheckResponse.SERVING)
         told: str | None = ""
         while True:
             cause = self.front_end.not_ready_cause
             serving = cause is None
-            status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-            await checks.set(SERVICE, status)
+            checks.set(SERVICE, is_serving=serving)
             if cause != told:
                 # News only after it had been ready, and unless it is asked to stop.
                 level = logging.WARNING if told is None and not self._first_signal.is_set() else logging.INFO
