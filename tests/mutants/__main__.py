@@ -20,7 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.mutants.faults import CORE, FAULTS, Fault
+from tests.mutants.faults import FAULTS, Fault
+from tests.mutants.planting import plant
 
 ROOT = Path(__file__).parents[2]
 _COPIED = ("pyproject.toml", "scheduler_svc", "protos", "tests/__init__.py", "tests/conftest.py", "tests/support")
@@ -45,16 +46,6 @@ class Outcome:
     killed_by: str | None
     seconds: float
     problem: str = ""
-
-
-def plant(fault: Fault, root: Path) -> None:
-    """Apply a fault below `root`. Raises ValueError unless its anchor stands there exactly once."""
-    path = root / CORE / fault.file
-    text = path.read_text(encoding="utf-8")
-    count = text.count(fault.anchor)
-    if count != 1:
-        raise ValueError(f"the anchor of {fault.name!r} occurs {count} times in {fault.file}")
-    path.write_text(text.replace(fault.anchor, fault.mutation), encoding="utf-8")
 
 
 def copy_tree(root: Path) -> None:
