@@ -11,7 +11,7 @@ import asyncio
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final, assert_never
 
 from prometheus_client import start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from scheduler_svc.core.events import (
     Effect,
     EndReason,
+    PrefixCacheReset,
     RequestAccepted,
     RequestEnded,
     RequestPreempted,
@@ -149,13 +150,6 @@ class PrometheusMetrics:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.facts = Facts()
         self._clock = clock
-        self._handlers: dict[type, Callable[[Any], None]] = {
-            RequestAccepted: self._accepted,
-            RequestRefused: self._refused,
-            TokensProduced: self._tokens,
-            RequestEnded: self._ended,
-            RequestPreempted: self._preempted,
-        }
 
     # --- MetricsSink ---
 
@@ -171,9 +165,22 @@ class PrometheusMetrics:
 
     def effect(self, effect: Effect) -> None:
         """See MetricsSink."""
-        handler = self._handlers.get(type(effect))
-        if handler is not None:
-            handler(effect)
+        match effect:
+            case TokensProduced():
+                self._tokens(effect)
+            case RequestAccepted():
+                self._accepted(effect)
+            case RequestRefused():
+                self._refused(effect)
+            case RequestEnded():
+                self._ended(effect)
+            case RequestPreempted():
+                self._preempted(effect)
+            case PrefixCacheReset():
+                # Not a number of its own: the operator who asked gets the answer.
+                pass
+            case _:
+                assert_never(effect)
 
     def refused_at_the_door(self, reason: str) -> None:
         """See MetricsSink."""

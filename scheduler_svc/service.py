@@ -12,7 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, assert_never
 
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.events import (
@@ -267,20 +267,23 @@ class SchedulerService:
 
     def _deliver(self, effects: list[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, TokensProduced):
-                self.hub.tokens(effect)
-            elif isinstance(effect, RequestAccepted):
-                self._accepted_at[effect.handle] = self.core.state.now
-                self.hub.accepted(effect)
-            elif isinstance(effect, RequestRefused):
-                self.hub.refused(effect)
-            elif isinstance(effect, RequestEnded):
-                self._log_end(effect)
-                self.hub.ended(effect)
-            elif isinstance(effect, RequestPreempted):
-                _log_preemption(effect)
-            else:
-                self._answer_reset(effect)
+            match effect:
+                case TokensProduced():
+                    self.hub.tokens(effect)
+                case RequestAccepted():
+                    self._accepted_at[effect.handle] = self.core.state.now
+                    self.hub.accepted(effect)
+                case RequestRefused():
+                    self.hub.refused(effect)
+                case RequestEnded():
+                    self._log_end(effect)
+                    self.hub.ended(effect)
+                case RequestPreempted():
+                    _log_preemption(effect)
+                case PrefixCacheReset():
+                    self._answer_reset(effect)
+                case _:
+                    assert_never(effect)
 
     def _log_end(self, effect: RequestEnded) -> None:
         total_s = self.core.state.now - self._accepted_at.pop(effect.handle)

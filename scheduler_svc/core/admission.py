@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler_svc.core.draft import StepDraft
+from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.request import BLOCKED, Request, Status, transition
 from scheduler_svc.core.skip_reason import SkipReason
@@ -12,14 +12,14 @@ from scheduler_svc.core.state import CoreState
 _MAX_PASSES = 2
 
 
-def walk(state: CoreState, rank: RankState, draft: StepDraft, *, defer_prefills: bool) -> None:
+def run(state: CoreState, rank: RankState, plan: StepPlan, *, defer_prefills: bool) -> None:
     """Admit from the head of the queue until something does not fit: whoever cannot start holds up all behind it,
-    except for reasons that have nothing to do with room (those are put aside, and the walk goes on)."""
+    except for reasons that have nothing to do with room (those are put aside, and the pass goes on)."""
     queue = state.queue
     aside: list[Request] = []
     stopped: SkipReason | None = None
     while stopped is None and (request := rank.reserved_for or _next(state, rank)) is not None:
-        if draft.budget <= 0:
+        if plan.budget <= 0:
             stopped = SkipReason.NO_BUDGET
         elif len(rank.running) >= state.config.max_num_seqs:
             stopped = SkipReason.SEQUENCE_LIMIT
@@ -30,7 +30,7 @@ def walk(state: CoreState, rank: RankState, draft: StepDraft, *, defer_prefills:
             state.skip(request, reason)
             aside.append(request)
         else:
-            stopped = _try_admit(state, rank, draft, request, defer_prefills)
+            stopped = _try_admit(state, rank, plan, request, defer_prefills)
         if stopped is not None:
             state.skip(request, stopped)
     queue.put_aside(aside)
@@ -105,9 +105,9 @@ def _better_elsewhere(state: CoreState, rank: RankState, request: Request) -> bo
 
 
 def _try_admit(
-    state: CoreState, rank: RankState, draft: StepDraft, request: Request, defer_prefills: bool
+    state: CoreState, rank: RankState, plan: StepPlan, request: Request, defer_prefills: bool
 ) -> SkipReason | None:
-    """Start the head of the queue, or say why not (which ends the walk)."""
+    """Start the head of the queue, or say why not (which ends the pass)."""
     config = state.config
     hits = rank.kv.look_up(request)
     computed = len(hits) * config.block_size
@@ -115,43 +115,43 @@ def _try_admit(
         return SkipReason.PREFILL_DEFERRED
     n = request.num_tokens - computed
     num_padding = 0
-    if n == 1 and _pads(state, draft):
+    if n == 1 and _pads(state, plan):
         num_padding = config.num_speculative_tokens
-        if 1 + num_padding > draft.budget or computed + 1 + num_padding > state.max_model_len:
+        if 1 + num_padding > plan.budget or computed + 1 + num_padding > state.max_model_len:
             return SkipReason.DRAFTS_EXCEED_STEP
         n += num_padding
     if 0 < config.long_prefill_token_threshold < n:
         n = config.long_prefill_token_threshold
-    if not config.enable_chunked_prefill and n > draft.budget:
+    if not config.enable_chunked_prefill and n > plan.budget:
         return SkipReason.PROMPT_EXCEEDS_STEP
-    n = min(n, draft.budget)
+    n = min(n, plan.budget)
     longest = state.max_model_len
     slots = min(computed + n + config.num_lookahead_slots, longest)
     whole = min(request.num_tokens, longest) if config.scheduler_reserve_full_isl else None
     if not rank.kv.fits_admission(hits, whole=whole, num_slots=slots, others_run=bool(rank.running)):
         return SkipReason.NO_BLOCKS
-    _admit(state, rank, draft, request, hits, slots, n)
+    _admit(state, rank, plan, request, hits, slots, n)
     if num_padding:
         count = n - 1
         if count > 0:
-            draft.drafts[request] = [-1] * count
+            plan.drafts[request] = [-1] * count
     return None
 
 
-def _pads(state: CoreState, draft: StepDraft) -> bool:
+def _pads(state: CoreState, plan: StepPlan) -> bool:
     """Whether a one-token admission is padded to the width of the decodes beside it, so that all rows of the step are
     alike."""
     return (
         state.config.num_speculative_tokens > 0
         and not state.config.proposes_drafts
-        and bool(draft.requests)
-        and len(draft.requests) > len(draft.admitted)
-        and not draft.prefill_scheduled
+        and bool(plan.requests)
+        and len(plan.requests) > len(plan.admitted)
+        and not plan.prefill_scheduled
     )
 
 
 def _admit(
-    state: CoreState, rank: RankState, draft: StepDraft, request: Request, hits: list[int], slots: int, n: int
+    state: CoreState, rank: RankState, plan: StepPlan, request: Request, hits: list[int], slots: int, n: int
 ) -> None:
     state.queue.remove(request)
     state.unholdable_since.pop(request.request_id, None)
@@ -171,7 +171,7 @@ def _admit(
     request.run_since = state.now
     request.num_passes = 0
     end = min(request.settled + n, request.num_tokens)
-    if end >= request.publish_at:
-        draft.publish(request, end)
-    draft.add(request, n)
-    draft.admitted.append(request)
+    if end >= request.cache_at:
+        plan.cache(request, end)
+    plan.add(request, n)
+    plan.admitted.append(request)

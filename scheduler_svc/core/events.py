@@ -64,7 +64,7 @@ class RequestArrived:
     deadline: float | None = None
     # Tie-break under priority; None: the order of arrival. Given for all requests, or for none.
     arrival: float | None = None
-    # Do not read the prefix cache for this request (its blocks are still published).
+    # Do not read the prefix cache for this request (its blocks are still cached).
     skip_prefix_cache: bool = False
     # Not admitted before GrammarReady comes for it.
     awaits_grammar: bool = False
@@ -165,21 +165,10 @@ class DrainStarted:
     """Refuse new requests from now on; accepted ones go on."""
 
 
-Event = (
-    Tick
-    | RequestArrived
-    | RequestAborted
-    | TextEnded
-    | RankJoined
-    | RankLost
-    | RankDraining
-    | StepAcked
-    | DraftsProposed
-    | GrammarReady
-    | PauseRequested
-    | PrefixCacheResetRequested
-    | DrainStarted
-)
+RequestEvent = RequestArrived | RequestAborted | TextEnded | GrammarReady
+RankEvent = RankJoined | RankLost | RankDraining | StepAcked | DraftsProposed
+OperatorEvent = PauseRequested | PrefixCacheResetRequested | DrainStarted
+Event = Tick | RequestEvent | RankEvent | OperatorEvent
 
 
 # --- effects --------------------------------------------------------------------------------------------------------

@@ -85,28 +85,28 @@ def tables_hold_no_block_twice(state: CoreState, rank: RankState) -> Iterator[st
 
 
 def index_matches_blocks(state: CoreState, rank: RankState) -> Iterator[str]:
-    """A block with a digest is in the index under it and vice versa (4)."""
+    """A block with a block hash is in the index under it and vice versa (4)."""
     index = rank.kv.pool.index
-    listed = {block: digest for digest, blocks in index.entries() for block in blocks}
+    listed = {block: block_hash for block_hash, blocks in index.entries() for block in blocks}
     for block in range(rank.kv.pool.num_blocks):
-        if index.digest_of(block) != listed.get(block):
-            yield f"digest of block {block} differs from the index"
+        if index.hash_of(block) != listed.get(block):
+            yield f"block hash of block {block} differs from the index"
     if 0 in listed:
-        yield "the null block has a digest"
+        yield "the null block has a block hash"
 
 
-def published_blocks_are_of_their_tokens(state: CoreState, rank: RankState) -> Iterator[str]:
-    """A running request's published blocks carry the digests of its own tokens, of known and dispatched ones only
+def cached_blocks_are_of_their_tokens(state: CoreState, rank: RankState) -> Iterator[str]:
+    """A running request's cached blocks carry the block hashes of its own tokens, of known and dispatched ones only
     (28)."""
     size = rank.kv.block_size
     for request in rank.running:
-        if request.num_published * size > min(request.num_tokens, request.computed):
-            yield f"{request.request_id} published blocks beyond its computed tokens"
+        if request.num_cached * size > min(request.num_tokens, request.computed):
+            yield f"{request.request_id} cached blocks beyond its computed tokens"
             continue
-        for i in range(request.num_published):
-            digest = rank.kv.pool.index.digest_of(request.blocks[i])
-            if digest != request.chain.digest(i, request.tokens):
-                yield f"block {i} of {request.request_id} carries another digest"
+        for i in range(request.num_cached):
+            block_hash = rank.kv.pool.index.hash_of(request.blocks[i])
+            if block_hash != request.chain.block_hash(i, request.tokens):
+                yield f"block {i} of {request.request_id} carries another block hash"
 
 
 def fences_are_ordered(state: CoreState, rank: RankState) -> Iterator[str]:
@@ -196,7 +196,7 @@ def queued_requests_hold_nothing(state: CoreState) -> Iterator[str]:
     for request in state.queue:
         if request.status not in QUEUED:
             yield f"{request.request_id} in the queue is {request.status.value}"
-        if request.blocks or request.computed or request.num_published:
+        if request.blocks or request.computed or request.num_cached:
             yield f"{request.request_id} waits with blocks or computed tokens"
         if request.drafts and state.config.internal_proposer:
             yield f"{request.request_id} waits with drafts"
@@ -219,7 +219,7 @@ _RANK_RULES: tuple[Callable[[CoreState, RankState], Iterator[str]], ...] = (
     free_queue_is_sound,
     tables_hold_no_block_twice,
     index_matches_blocks,
-    published_blocks_are_of_their_tokens,
+    cached_blocks_are_of_their_tokens,
     fences_are_ordered,
     running_is_running,
     tables_cover_computed,

@@ -41,7 +41,7 @@ def preempt(state: CoreState, rank: RankState, victim: Request, *, beneficiary: 
     # The loss of a rank is noticed late: its requests stood still before.
     victim.preempted_at = max(rank.quiet_since, victim.run_since) if cause == "rank_lost" else state.now
     victim.preemption_cause = cause
-    victim.skip_reason, victim.skipped_in_walk = SkipReason.PREEMPTED, state.num_walks
+    victim.skip_reason, victim.skipped_in_pass = SkipReason.PREEMPTED, state.num_admission_passes
     rank.preempted_ids.append(victim.request_id)
     if rank.is_draining:
         rank.returning.add(victim.sequence)

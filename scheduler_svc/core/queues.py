@@ -1,6 +1,6 @@
 """Who waits, in which order: one queue for all ranks with two lanes (D15).
 
-New and preempted requests stand in the *waiting* lane. Requests that were put aside during a walk stand in the
+New and preempted requests stand in the *waiting* lane. Requests that were put aside during a pass stand in the
 *skipped* lane. First come, first served serves the skipped lane first, as the reference does; priority compares the
 heads of both."""
 
@@ -125,7 +125,7 @@ class WaitingQueue:
         self.waiting.put_back((request,))
 
     def put_aside(self, requests: list[Request]) -> None:
-        """Requests a walk passed by, in the order met: to the front of the skipped lane."""
+        """Requests that a pass skipped, in the order met: to the front of the skipped lane."""
         for request in requests:
             self._entering(request, skipped=True)
         self.skipped.put_back(requests)

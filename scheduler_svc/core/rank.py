@@ -76,7 +76,7 @@ class RankState:
         self.quiet_since = 0.0
         # A suspect that waits for this rank to become empty (D31).
         self.reserved_for: Request | None = None
-        # Why the last step's walk over running ended early, and the admission number from which it reached nobody.
+        # Why the last step's pass over running ended early, and the admission number from which it reached nobody.
         self.stopped_at: tuple[SkipReason, int] | None = None
 
     def admit(self, request: Request) -> None:

@@ -101,7 +101,7 @@ class Request:
         "num_passes",
         "num_preemptions",
         "num_prompt_tokens",
-        "num_published",
+        "num_cached",
         "num_recomputed_tokens",
         "num_shortage_preemptions",
         "num_tokens",
@@ -109,7 +109,7 @@ class Request:
         "preempted_s",
         "preemption_cause",
         "priority",
-        "publish_at",
+        "cache_at",
         "queue_entry",
         "rank",
         "request_id",
@@ -124,7 +124,7 @@ class Request:
         "skip_prefix_cache",
         "skip_reason",
         "skipped",
-        "skipped_in_walk",
+        "skipped_in_pass",
         "status",
         "stops",
         "tokens",
@@ -179,8 +179,8 @@ class Request:
         self.capacity = 0
         self.chain = chain
         # Leading blocks that are in the prefix index, and the number of tokens at which the next one will be full.
-        self.num_published = 0
-        self.publish_at = chain.first_publish_at
+        self.num_cached = 0
+        self.cache_at = chain.first_cache_at
 
     def _start_accounts(self, now: float) -> None:
         """What it costs, and what happened to it."""
@@ -204,13 +204,13 @@ class Request:
         self.tokens_at_loss = -1
 
     def _start_waiting(self) -> None:
-        """Written by the queues and the walks over them."""
+        """Written by the queues and the passes over them."""
         # Whether it stands in the skipped lane, and its heap entry under priority.
         self.skipped = False
         self.queue_entry: object = None
-        # The last reason for getting nothing, and the walk over the queue in which it was noted.
+        # The last reason for getting nothing, and the pass over the queue in which it was noted.
         self.skip_reason: SkipReason | None = None
-        self.skipped_in_walk = 0
+        self.skipped_in_pass = 0
         # Steps of ranks that left it to another rank with a longer cached prefix.
         self.num_passes = 0
 

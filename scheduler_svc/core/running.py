@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from scheduler_svc.core import lifecycle
 from scheduler_svc.core.config import PreemptFenced
-from scheduler_svc.core.draft import StepDraft
+from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.policy import choose_victim
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.request import Request, Status
 from scheduler_svc.core.skip_reason import SkipReason
 from scheduler_svc.core.state import CoreState
 
-# What `_consider` answers when nobody behind gets a turn either.
-_END_OF_WALK = -1
+# Sentinel of `_consider`: stop the pass.
+_END_OF_PASS = -1
 
 
-def walk(state: CoreState, rank: RankState, draft: StepDraft, *, defer_prefills: bool) -> None:
+def run(state: CoreState, rank: RankState, plan: StepPlan, *, defer_prefills: bool) -> None:
     """Give tokens to running requests in their order, over a snapshot: what a preemption removes is passed by, nothing
-    is visited twice. A plain decode, one token with room and nothing to publish, is decided in this loop; all else is
+    is visited twice. A plain decode, one token with room and nothing to cache, is decided in this loop; all else is
     `_consider`."""
     is_async, lookahead = state.config.async_scheduling, state.config.num_lookahead_slots
-    add_request, add_count = draft.requests.append, draft.num_tokens.append
+    add_request, add_count = plan.requests.append, plan.num_tokens.append
     rank.stopped_at = None
-    budget = draft.budget
+    budget = plan.budget
     for request in rank.running[:]:
         if budget <= 0:
             rank.stopped_at = (SkipReason.NO_BUDGET, request.admission_number)
@@ -32,7 +32,7 @@ def walk(state: CoreState, rank: RankState, draft: StepDraft, *, defer_prefills:
         if (
             end == request.num_tokens + awaited
             and end + lookahead <= request.capacity
-            and (end < request.publish_at or request.num_tokens < request.publish_at)
+            and (end < request.cache_at or request.num_tokens < request.cache_at)
             and end < request.limit
             and not request.is_prefill_chunk
             and not request.drafts
@@ -41,10 +41,10 @@ def walk(state: CoreState, rank: RankState, draft: StepDraft, *, defer_prefills:
         ):
             n = 1
         else:
-            draft.budget = budget
-            n = _consider(state, rank, draft, request, defer_prefills)
-            budget = draft.budget
-            if n == _END_OF_WALK:
+            plan.budget = budget
+            n = _consider(state, rank, plan, request, defer_prefills)
+            budget = plan.budget
+            if n == _END_OF_PASS:
                 rank.stopped_at = (SkipReason.BEHIND_PREEMPTION, request.admission_number)
                 break
             if n == 0:
@@ -52,10 +52,10 @@ def walk(state: CoreState, rank: RankState, draft: StepDraft, *, defer_prefills:
         add_request(request)
         add_count(n)
         budget -= n
-    draft.budget = budget
+    plan.budget = budget
 
 
-def _consider(state: CoreState, rank: RankState, draft: StepDraft, request: Request, defer_prefills: bool) -> int:
+def _consider(state: CoreState, rank: RankState, plan: StepPlan, request: Request, defer_prefills: bool) -> int:
     """Tokens for a request that may be anything; 0, with the reason noted, when it gets none in this step."""
     if request.status is not Status.RUNNING:
         return 0
@@ -63,21 +63,21 @@ def _consider(state: CoreState, rank: RankState, draft: StepDraft, request: Requ
         state.skip(request, reason)
         return 0
     computed = request.settled + request.in_flight
-    n = _row_length(state, request, computed, draft.budget)
+    n = _row_length(state, request, computed, plan.budget)
     if n <= 0:
         at_limit = request.row_limit <= computed
         state.skip(request, SkipReason.LENGTH_REACHED if at_limit else SkipReason.AWAITING_RESULT)
         return 0
     end = computed + n
     slots = min(end + state.config.num_lookahead_slots, state.max_model_len)
-    if slots > request.capacity and not _make_room(state, rank, draft, request, slots):
-        return 0 if request.status is Status.RUNNING else _END_OF_WALK
+    if slots > request.capacity and not _make_room(state, rank, plan, request, slots):
+        return 0 if request.status is Status.RUNNING else _END_OF_PASS
     known_end = min(end, request.num_tokens)
-    if known_end >= request.publish_at:
-        draft.publish(request, known_end)
+    if known_end >= request.cache_at:
+        plan.cache(request, known_end)
     if request.drafts:
-        _take_drafts(draft, request, end)
-    draft.prefill_scheduled |= request.is_prefill_chunk
+        _take_drafts(plan, request, end)
+    plan.prefill_scheduled |= request.is_prefill_chunk
     return n
 
 
@@ -104,30 +104,30 @@ def _row_length(state: CoreState, request: Request, computed: int, budget: int) 
     return min(n, budget, request.row_limit - computed)
 
 
-def _take_drafts(draft: StepDraft, request: Request, end: int) -> None:
+def _take_drafts(plan: StepPlan, request: Request, end: int) -> None:
     """The drafts that the row has room for go along; the rest is lost, since they would be stale next time."""
     count = end - request.num_tokens - request.awaited
     if count > 0:
-        draft.drafts[request] = list(request.drafts[:count])
+        plan.drafts[request] = list(request.drafts[:count])
     request.drafts = ()
 
 
-def _make_room(state: CoreState, rank: RankState, draft: StepDraft, request: Request, slots: int) -> bool:
+def _make_room(state: CoreState, rank: RankState, plan: StepPlan, request: Request, slots: int) -> bool:
     """Blocks for `slots` tokens of `request`, preempting if need be. False: it gets nothing in this step, because it
     waits for blocks that are on their way back (it is still running) or was itself the victim (it is not)."""
     need = rank.kv.blocks_short(request, slots)
     config = state.config
-    while need > draft.num_free_blocks:
-        if config.preempt_fenced is PreemptFenced.NEVER and need <= draft.num_free_blocks + draft.num_returning_blocks:
-            draft.wait_for_fence(request, need)
+    while need > plan.num_free_blocks:
+        if config.preempt_fenced is PreemptFenced.NEVER and need <= plan.num_free_blocks + plan.num_returning_blocks:
+            plan.wait_for_fence(request, need)
             state.skip(request, SkipReason.WAITING_FOR_FENCE)
             return False
         victim = choose_victim(rank.running, request, config.policy, config.max_preemptions)
-        draft.withdraw(victim)
+        plan.withdraw(victim)
         lifecycle.preempt(state, rank, victim, beneficiary=request.request_id, cause="blocks")
         state.queue.prepend(victim)
-        draft.preempted.append(victim)
+        plan.preempted.append(victim)
         if victim is request:
             return False
-    draft.grow(request, need)
+    plan.grow(request, need)
     return True

@@ -1,22 +1,20 @@
 """The scheduler: events in, effects and numbered steps out. Everything that decides who runs is here and in its two
 chapters, `running.py` and `admission.py`.
 
-A step is made like this: walk the running requests in their order and give each its next token or chunk, preempting
-from the back when blocks run out; then, if nobody was preempted, admit from the head of the queue; then commit the
-plan. What comes back later (tokens, stops, fences) is `settlement.py`.
+A step is made like this. The first pass goes through the running requests in their order and gives each its next token
+or chunk; when blocks run out, it preempts from the back. The second pass admits from the head of the queue, unless the
+first one has preempted. Then the plan is committed. Results (tokens, stops, fences) are taken in by `settlement.py`.
 
 Single-threaded, deterministic: the same configuration and the same events give the same outputs, byte for byte.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from heapq import heappop
-from typing import Any
+from typing import assert_never
 
 from scheduler_svc.core import admission, invariants, lifecycle, running, settlement, submission, views
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.draft import StepDraft
 from scheduler_svc.core.events import (
     AbortCause,
     DraftsProposed,
@@ -25,16 +23,19 @@ from scheduler_svc.core.events import (
     EndReason,
     Event,
     GrammarReady,
+    OperatorEvent,
     PauseRequested,
     PauseState,
     PrefixCacheReset,
     PrefixCacheResetRequested,
     RankDraining,
+    RankEvent,
     RankJoined,
     RankLost,
     RequestAborted,
     RequestAccepted,
     RequestArrived,
+    RequestEvent,
     RequestRefused,
     StepAcked,
     TextEnded,
@@ -42,6 +43,7 @@ from scheduler_svc.core.events import (
 )
 from scheduler_svc.core.kv.prefix_index import HashChain
 from scheduler_svc.core.output import SchedulerOutput
+from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.request import QUEUED, Request, Status
 from scheduler_svc.core.skip_reason import SkipReason
@@ -55,21 +57,6 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.state = CoreState(config)
-        self._handlers: dict[type, Callable[[Any], None]] = {
-            Tick: self._tick,
-            RequestArrived: self._arrive,
-            RequestAborted: self._abort,
-            TextEnded: self._end_text,
-            RankJoined: self._join,
-            RankLost: self._lose,
-            RankDraining: self._drain_rank,
-            StepAcked: self._acknowledge,
-            DraftsProposed: self._propose,
-            GrammarReady: self._grammar_ready,
-            PauseRequested: self._pause,
-            PrefixCacheResetRequested: self._reset_prefix_cache,
-            DrainStarted: self._drain,
-        }
 
     @property
     def config(self) -> SchedulerConfig:
@@ -80,10 +67,59 @@ class Scheduler:
 
         Raises WorkerProtocolError, with nothing changed, for a StepAcked that does not fit its step.
         """
-        self._handlers[type(event)](event)
+        match event:
+            case RankJoined() | RankLost() | RankDraining() | StepAcked() | DraftsProposed():
+                self._handle_rank_event(event)
+            case RequestArrived() | RequestAborted() | TextEnded() | GrammarReady():
+                self._handle_request_event(event)
+            case PauseRequested() | PrefixCacheResetRequested() | DrainStarted():
+                self._handle_operator_event(event)
+            case Tick():
+                self._tick(event)
+            case _:
+                assert_never(event)
         if self.state.config.prefill_schedule_interval > 1:
             self._note_idle_moment()
         return self.take_effects()
+
+    def _handle_rank_event(self, event: RankEvent) -> None:
+        match event:
+            case StepAcked():
+                settlement.acknowledge(self.state, event)
+            case DraftsProposed():
+                self._propose(event)
+            case RankJoined():
+                self._join(event)
+            case RankLost():
+                self._lose(event)
+            case RankDraining():
+                self._drain_rank(event)
+            case _:
+                assert_never(event)
+
+    def _handle_request_event(self, event: RequestEvent) -> None:
+        match event:
+            case RequestArrived():
+                self._arrive(event)
+            case RequestAborted():
+                self._abort(event)
+            case TextEnded():
+                self._end_text(event)
+            case GrammarReady():
+                self._grammar_ready(event)
+            case _:
+                assert_never(event)
+
+    def _handle_operator_event(self, event: OperatorEvent) -> None:
+        match event:
+            case PauseRequested():
+                self.state.pause = event.state
+            case PrefixCacheResetRequested():
+                self._reset_prefix_cache(event)
+            case DrainStarted():
+                self.state.is_draining = True
+            case _:
+                assert_never(event)
 
     def take_effects(self) -> list[Effect]:
         """Effects not yet handed out (preemptions by `schedule`)."""
@@ -105,20 +141,20 @@ class Scheduler:
         if rank is None or (rank.window.is_full and not ignore_window):
             return None
         if state.pause is PauseState.UNPAUSED and not rank.is_draining:
-            state.num_walks += 1
+            state.num_admission_passes += 1
         if rank.window.is_full:
             # More steps in flight than the rows are made for.
             rank.add_rows(state.config.max_num_seqs)
-        draft = StepDraft(rank, 0 if state.pause is PauseState.PAUSED_ALL else state.config.step_budget)
+        plan = StepPlan(rank, 0 if state.pause is PauseState.PAUSED_ALL else state.config.step_budget)
         if throttle is None:
             throttle = is_throttled(state.config.prefill_schedule_interval, rank.num_nonempty_steps)
         defer = defers_prefills(throttle, rank.capacity_bound, rank.num_decodes)
         skips, was_idle = state.totals.skips, not len(rank.window)
         num_deferred = skips.get(SkipReason.PREFILL_DEFERRED, 0)
-        running.walk(state, rank, draft, defer_prefills=defer)
-        if self._may_admit(rank, draft):
-            admission.walk(state, rank, draft, defer_prefills=defer)
-        output = draft.build(state.totals)
+        running.run(state, rank, plan, defer_prefills=defer)
+        if self._may_admit(rank, plan):
+            admission.run(state, rank, plan, defer_prefills=defer)
+        output = plan.build(state.totals)
         if was_idle:
             rank.quiet_since = state.now
         if output is not None and output.total_num_tokens:
@@ -136,14 +172,14 @@ class Scheduler:
             if expected:
                 request.drafts = [-1] * self.state.config.num_speculative_tokens
 
-    def _may_admit(self, rank: RankState, draft: StepDraft) -> bool:
+    def _may_admit(self, rank: RankState, plan: StepPlan) -> bool:
         """A step that preempts admits nobody, and neither does one in which someone waits for returning blocks."""
-        if draft.preempted or draft.awaits_fence:
+        if plan.preempted or plan.awaits_fence:
             head = self.state.queue.head()
             if head is not None:
-                reason = SkipReason.STEP_PREEMPTS if draft.preempted else SkipReason.FENCE_AWAITED
+                reason = SkipReason.STEP_PREEMPTS if plan.preempted else SkipReason.FENCE_AWAITED
                 self.state.admission_stopped = (reason, head)
-                if head not in draft.preempted:
+                if head not in plan.preempted:
                     self.state.skip(head, reason)
             return False
         return self.state.pause is PauseState.UNPAUSED and (not rank.is_draining or bool(rank.returning))
@@ -262,9 +298,6 @@ class Scheduler:
             else:
                 state.unholdable_since.setdefault(request.request_id, state.now)
 
-    def _acknowledge(self, event: StepAcked) -> None:
-        settlement.acknowledge(self.state, event)
-
     def _note_idle_moment(self) -> None:
         """When nothing runs and nothing is in flight on any rank, the throttle counts steps anew (D19)."""
         ranks = self.state.ranks.values()
@@ -284,12 +317,6 @@ class Scheduler:
             request.grammar_ready = True
 
     # --- operators ------------------------------------------------------------------------------------------------
-
-    def _pause(self, event: PauseRequested) -> None:
-        self.state.pause = event.state
-
-    def _drain(self, event: DrainStarted) -> None:
-        self.state.is_draining = True
 
     def _reset_prefix_cache(self, event: PrefixCacheResetRequested) -> None:
         """Reset every rank or none. Blocks behind a fence do not stand in the way: a reset that preempts succeeds."""

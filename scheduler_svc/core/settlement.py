@@ -61,7 +61,7 @@ def _checked(rank: RankState, event: StepAcked, *, least: int) -> StepRecord:
 
 def _settle_plain(state: CoreState, record: StepRecord, sampled: list[int]) -> TokensProduced:
     """One token for each sampling row: the common case, and what an acknowledgement costs."""
-    publishes = state.config.async_scheduling
+    caches = state.config.async_scheduling
     handles: list[int] = []
     tokens: list[int] = []
     add_handle, add_token = handles.append, tokens.append
@@ -85,8 +85,8 @@ def _settle_plain(state: CoreState, record: StepRecord, sampled: list[int]) -> T
             add_token(token)
             if request.num_tokens >= request.limit or token in request.stops:
                 _stop_if_due(state, request, token)
-        if request.settled >= request.publish_at and publishes and request.status is Status.RUNNING:
-            request.rank.kv.publish(request, request.settled)  # type: ignore[union-attr]
+        if request.settled >= request.cache_at and caches and request.status is Status.RUNNING:
+            request.rank.kv.cache_blocks(request, request.settled)  # type: ignore[union-attr]
     return TokensProduced(handles, None, tokens)
 
 
@@ -124,7 +124,7 @@ def _settle_row(state: CoreState, request: Request, n: int, expected: int, row: 
     if expected > 1:
         request.awaited_drafts -= expected - 1
     if expected and not row:
-        _unpublish_uncomputed(request)
+        _uncache_uncomputed(request)
     kept: list[int] = []
     for token in row:
         request.tokens.append(token)
@@ -132,19 +132,19 @@ def _settle_row(state: CoreState, request: Request, n: int, expected: int, row: 
         kept.append(token)
         if (request.num_tokens >= request.limit or token in request.stops) and _stop_if_due(state, request, token):
             return kept
-    if state.config.async_scheduling and request.settled >= request.publish_at:
-        request.rank.kv.publish(request, request.settled)  # type: ignore[union-attr]
+    if state.config.async_scheduling and request.settled >= request.cache_at:
+        request.rank.kv.cache_blocks(request, request.settled)  # type: ignore[union-attr]
     if kept and state.proposer is not None:
         request.drafts = state.proposer.propose(request.tokens)
     return kept
 
 
-def _unpublish_uncomputed(request: Request) -> None:
-    """Its row yielded nothing: blocks published because the row would fill them are not to be relied upon."""
+def _uncache_uncomputed(request: Request) -> None:
+    """Its row yielded nothing: blocks cached because the row would fill them are not to be relied upon."""
     kv = request.rank.kv  # type: ignore[union-attr]
     full = request.settled // kv.block_size
-    if full < request.num_published:
-        kv.unpublish(request, full)
+    if full < request.num_cached:
+        kv.uncache_blocks(request, full)
 
 
 def _append_stale(state: CoreState, request: Request, run: int, row: list[int], expected: int) -> bool:

@@ -33,7 +33,7 @@ class Totals:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_deferring_steps: int = 0
-    # Recomputed tokens by what made it necessary, and how often a walk left somebody out, by reason.
+    # Recomputed tokens by what made it necessary, and how often a pass gave a request nothing, by reason.
     recomputed_by_cause: dict[str, int] = field(default_factory=dict)
     skips: dict[SkipReason, int] = field(default_factory=dict)
     # Look-ups of all ranks that ever lived.
@@ -69,10 +69,10 @@ class CoreState:
         self.deadlines: list[tuple[float, int, str]] = []
         # Times at which the last requests ended, for RetryInfo.
         self.recent_ends: deque[float] = deque(maxlen=64)
-        # Why the last walk over the queue of any rank ended, and at which request.
+        # Why the last pass over the queue of any rank ended, and at which request.
         self.admission_stopped: tuple[SkipReason, Request] | None = None
-        # Walks over the queue so far: a reason noted in an earlier one is not the present one.
-        self.num_walks = 0
+        # Passes over the queue so far: a reason noted in an earlier one is not the present one.
+        self.num_admission_passes = 0
 
     def living(self, request: Request) -> RankState | None:
         """The request's rank, if that epoch of it still lives."""
@@ -80,8 +80,8 @@ class CoreState:
         return rank if rank is not None and self.ranks.get(rank.name) is rank else None
 
     def skip(self, request: Request, reason: SkipReason) -> None:
-        """A walk examined the request and gave it nothing (R4)."""
-        request.skip_reason, request.skipped_in_walk = reason, self.num_walks
+        """A pass examined the request and gave it nothing (R4)."""
+        request.skip_reason, request.skipped_in_pass = reason, self.num_admission_passes
         skips = self.totals.skips
         skips[reason] = skips.get(reason, 0) + 1
 

@@ -67,7 +67,7 @@ def rank_view(rank: RankState) -> RankView:
 
 
 def explain(state: CoreState, request: Request) -> Explanation:
-    """The stored reason where the last walk examined the request, else one derived from where that walk ended."""
+    """The stored reason where the last pass examined the request, else one derived from where that pass ended."""
     if request.status is Status.RUNNING:
         rank = request.rank
         assert rank is not None
@@ -100,10 +100,10 @@ def _why_not_admitted(state: CoreState, request: Request) -> tuple[SkipReason, s
     admitting = [rank for rank in state.ranks.values() if not rank.is_draining or state.is_taken_back(rank, request)]
     if not admitting:
         return SkipReason.RANK_DRAINING, SkipReason.RANK_DRAINING.value
-    if request.skip_reason is not None and request.skipped_in_walk == state.num_walks:
+    if request.skip_reason is not None and request.skipped_in_pass == state.num_admission_passes:
         return request.skip_reason, request.skip_reason.value
     stopped = state.admission_stopped
-    # Whoever it was that stopped the walk may have ended since.
+    # Whoever it was that stopped the pass may have ended since.
     if stopped is not None and state.requests.get(stopped[1].request_id) is stopped[1]:
         reason, head = stopped
         return SkipReason.BEHIND, f"behind {head.request_id}, which waits: {reason.value}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import assert_never
 
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import Fence, PreemptFenced, SchedulerConfig
@@ -241,7 +242,7 @@ class CheckedCore:
         if before is not None:
             problems = step_rules.violations(PlannedStep(self.scheduler, rank, before, output, tuple(effects)))
             _demand(not problems, "; ".join(problems))
-            self._check_published(link)
+            self._check_cached(link)
             invariants.check(self.scheduler.state)
         return output
 
@@ -335,7 +336,7 @@ class CheckedCore:
         _demand(answers[0].success is not held, f"reset says {answers[0].success}, blocks held: {held}")
         _demand(answers[0].success or not preempt_running, "a reset that preempts was refused")
         left = sum(len(r.kv.pool.index) for r in ranks)
-        _demand(not (answers[0].success and left), f"{left} digests survive a reset")
+        _demand(not (answers[0].success and left), f"{left} block hashes survive a reset")
         self.reached[f"reset {'done' if answers[0].success else 'refused'}"] += 1
 
     def drain(self) -> None:
@@ -461,15 +462,21 @@ class CheckedCore:
 
     def _follow(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, TokensProduced):
-                self._produced(effect)
-            elif isinstance(effect, RequestEnded):
-                self._ended(effect)
-            elif isinstance(effect, RequestPreempted):
-                self._preempted(effect)
-            elif isinstance(effect, RequestAccepted | RequestRefused):
-                _demand(effect.handle == self._awaiting_answer, f"nobody asked for {effect}")
-                self._awaiting_answer = None
+            match effect:
+                case TokensProduced():
+                    self._produced(effect)
+                case RequestEnded():
+                    self._ended(effect)
+                case RequestPreempted():
+                    self._preempted(effect)
+                case RequestAccepted() | RequestRefused():
+                    _demand(effect.handle == self._awaiting_answer, f"no request asked for {effect}")
+                    self._awaiting_answer = None
+                case PrefixCacheReset():
+                    # Judged where the reset is asked for.
+                    pass
+                case _:
+                    assert_never(effect)
         overdue = [c.event.request_id for c in self.clients.values() if c.due] if self.stride == 1 else ()
         _demand(not overdue, f"{overdue} did not end at their last token")
 
@@ -607,12 +614,12 @@ class CheckedCore:
         for index in range(start // size, -(-end // size)):
             filled[table[index]] = max(filled[table[index]], min(end - index * size, size))
 
-    def _check_published(self, link: RankLink) -> None:
+    def _check_cached(self, link: RankLink) -> None:
         """Every block in the prefix index was, or will be, computed by a step that was really sent (28)."""
         for _, blocks in self.scheduler.state.ranks[link.name].kv.pool.index.entries():
             for block in blocks:
                 full = link.filled.get(block) == self.config.block_size
-                _demand(full, f"block {block} of {link.name} is published, but no step computes it")
+                _demand(full, f"block {block} of {link.name} is cached, but no step computes it")
 
     def _check_order(self, link: RankLink) -> None:
         rank = self.scheduler.state.ranks[link.name]

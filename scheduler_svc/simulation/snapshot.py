@@ -1,8 +1,8 @@
 """The scheduler's state as one value: equal values behave alike whatever comes, up to names.
 
 Numbers that only grow (steps, fences, runs, admissions, order of arrival) are taken relative to the present, blocks are
-named in the order in which the state mentions them, and a digest by the tokens it stands for, as given by the
-caller's `digest_name`. What never decides anything (totals, usage, statistics, text for people) is left out. So a
+named in the order in which the state mentions them, and a block hash by the tokens it stands for, as given by the
+caller's `hash_name`. What never decides anything (totals, usage, statistics, text for people) is left out. So a
 search over states can tell that it has been somewhere before."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Snapshot = tuple[object, ...]
 
 
 def snapshot(
-    state: CoreState, digest_name: Callable[[bytes], object] | None = None, *, with_ids: bool = True
+    state: CoreState, hash_name: Callable[[bytes], object] | None = None, *, with_ids: bool = True
 ) -> Snapshot:
     """The state as a hashable value; see the module. with_ids: names of requests and ids still to be told count as
     well, not only whose turn it is."""
@@ -31,7 +31,7 @@ def snapshot(
         tuple(_request(state, r, places, config.max_preemptions) for r in order),
         tuple(order[r] for r in state.queue.waiting),
         tuple(order[r] for r in state.queue.skipped),
-        tuple(_rank(rank, config, order, digest_name, with_ids=with_ids) for rank in state.ranks.values()),
+        tuple(_rank(rank, config, order, hash_name, with_ids=with_ids) for rank in state.ranks.values()),
         state.pause,
         state.is_draining,
         state.no_rank_since,
@@ -58,7 +58,7 @@ def _request(state: CoreState, r: Request, places: dict[int, int], cap: int | No
         r.awaited_drafts,
         r.is_prefill_chunk,
         tuple(r.drafts),
-        r.num_published,
+        r.num_cached,
         0 if cap is None else min(r.num_shortage_preemptions, cap),
         r.fruitless_epochs,
         r.fruitless_epochs > 0 and r.num_tokens == r.tokens_at_loss,
@@ -72,7 +72,7 @@ def _rank(
     rank: RankState,
     config: SchedulerConfig,
     order: dict[Request, int],
-    digest_name: Callable[[bytes], object] | None,
+    hash_name: Callable[[bytes], object] | None,
     *,
     with_ids: bool,
 ) -> Snapshot:
@@ -89,9 +89,9 @@ def _rank(
         tuple(order[r] for r in rank.running),
         tuple(tuple(name(b) for b in r.blocks) for r in rank.running),
         tuple((free.fence - acked, tuple(name(b) for b in free.blocks)) for free in rank.kv.parked),
-        # Free blocks without a digest are all alike.
-        tuple(name(b) if pool.index.digest_of(b) else None for b in pool.free_order()),
-        _digests(rank, name, digest_name),
+        # Free blocks without a block hash are all alike.
+        tuple(name(b) if pool.index.hash_of(b) else None for b in pool.free_order()),
+        _hashes(rank, name, hash_name),
         tuple(_record(record, order, acked) for record in rank.window.records),
         (tuple(rank.preempted_ids), tuple(rank.finished_ids)) if with_ids else rank.has_news,
         (rank.capacity_bound, rank.num_nonempty_steps) if is_throttled else None,
@@ -101,11 +101,11 @@ def _rank(
     )
 
 
-def _digests(rank: RankState, name: Callable[[int], int], digest_name: Callable[[bytes], object] | None) -> Snapshot:
+def _hashes(rank: RankState, name: Callable[[int], int], hash_name: Callable[[bytes], object] | None) -> Snapshot:
     entries = sorted(rank.kv.pool.index.entries())
     return tuple(
-        (digest if digest_name is None else digest_name(digest), tuple(name(b) for b in blocks))
-        for digest, blocks in entries
+        (block_hash if hash_name is None else hash_name(block_hash), tuple(name(b) for b in blocks))
+        for block_hash, blocks in entries
     )
 
 

@@ -228,8 +228,8 @@ def _is_true(step: PlannedStep, request: Request, reason: SkipReason | None) -> 
     return True
 
 
-def the_walk_over_the_queue_ends_for_its_reason(step: PlannedStep) -> Iterator[str]:
-    """What ended the walk over the queue is the case."""
+def the_pass_over_the_queue_ends_for_its_reason(step: PlannedStep) -> Iterator[str]:
+    """What ended the pass over the queue is the case."""
     stopped = step.scheduler.state.admission_stopped
     if stopped is None or not step.looked_at_queue:
         return
@@ -251,7 +251,7 @@ _RULES: tuple[Callable[[PlannedStep], Iterator[str]], ...] = (
     a_draining_rank_only_finishes_its_own,
     throttled_steps_hold_no_prefill,
     capacity_flag_is_kept,
-    the_walk_over_the_queue_ends_for_its_reason,
+    the_pass_over_the_queue_ends_for_its_reason,
     every_running_request_has_a_row_or_a_reason,
 )
 

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import assert_never
 
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.events import (
     Effect,
+    PrefixCacheReset,
     RankJoined,
+    RequestAccepted,
     RequestArrived,
     RequestEnded,
     RequestPreempted,
@@ -149,15 +152,20 @@ class VirtualRun:
 
     def _note(self, effects: list[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, TokensProduced):
-                for number in effect.handles:
-                    self._note_token(self.logs[number])
-            elif isinstance(effect, RequestPreempted):
-                self.logs[self._numbers[effect.victim]].num_preemptions += 1
-            elif isinstance(effect, RequestEnded):
-                self.logs[effect.handle].ended_s = self.end_s = self._now_s
-            elif isinstance(effect, RequestRefused):
-                raise RuntimeError(f"{effect.request_id} was refused: {effect.message}")
+            match effect:
+                case TokensProduced():
+                    for number in effect.handles:
+                        self._note_token(self.logs[number])
+                case RequestPreempted():
+                    self.logs[self._numbers[effect.victim]].num_preemptions += 1
+                case RequestEnded():
+                    self.logs[effect.handle].ended_s = self.end_s = self._now_s
+                case RequestRefused():
+                    raise RuntimeError(f"{effect.request_id} was refused: {effect.message}")
+                case RequestAccepted() | PrefixCacheReset():
+                    pass
+                case _:
+                    assert_never(effect)
 
     def _note_token(self, log: RequestLog) -> None:
         if log.first_token_s is None:

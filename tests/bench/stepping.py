@@ -142,7 +142,7 @@ class Prompts:
     def request(self, num_tokens: int, max_tokens: int) -> RequestArrived:
         i = self._num
         self._num += 1
-        # The first token pair is the request's own: no two prompts share a digest.
+        # The first token pair is the request's own: no two prompts share a block hash.
         prompt = array("i", [i % 30000, i // 30000, *[(i * 7919 + j * 31) % VOCAB_SIZE for j in range(num_tokens - 2)]])
         return RequestArrived(f"r{i}", i, prompt, max_tokens=max_tokens, eos_token_ids=(2,))
 

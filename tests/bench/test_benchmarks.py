@@ -58,7 +58,7 @@ def test_in_turnover_every_new_block_was_a_cached_one() -> None:
     stepper = scheduler_variants.turnover(32)
     pool = stepper.scheduler.state.ranks[RANK].kv.pool
     free = pool.free_order()
-    assert sum(pool.index.digest_of(block) is None for block in free) < len(free) / 10
+    assert sum(pool.index.hash_of(block) is None for block in free) < len(free) / 10
 
 
 def test_a_recording_is_measured_with_its_steps(tmp_path: Path) -> None:

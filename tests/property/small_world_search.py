@@ -134,7 +134,7 @@ class Search:
         size = world.config.block_size
         chain = HashChain(size, "", enabled=True)
         text = array("i", range(_LONGEST_TEXT))
-        self._digests = {chain.digest(i, text): i for i in range(_LONGEST_TEXT // size)}
+        self._hashes = {chain.block_hash(i, text): i for i in range(_LONGEST_TEXT // size)}
 
     def run(self) -> Count:
         """Visit every state. Raises SmallWorldViolation."""
@@ -180,7 +180,7 @@ class Search:
         return True
 
     def _key(self, node: _Node) -> int:
-        return hash((node.arrivals_left, node.faults_left, snapshot(node.state, self._digests.get, with_ids=False)))
+        return hash((node.arrivals_left, node.faults_left, snapshot(node.state, self._hashes.get, with_ids=False)))
 
     # --- one state ----------------------------------------------------------------------------------------------------
 
@@ -321,7 +321,7 @@ _copy_kv = _field_copier(KvManager.__slots__)
 
 
 def clone(old: CoreState) -> CoreState:
-    """The same state once more. Shared are what nothing decides by (counts) and digests, which only depend on
+    """The same state once more. Shared are what nothing decides by (counts) and block hashes, which only depend on
     tokens."""
     new: CoreState = CoreState.__new__(CoreState)
     new.__dict__.update(old.__dict__)
@@ -393,6 +393,6 @@ def _clone_kv(old: KvManager) -> KvManager:
     pool.refs, pool._stack = old.pool.refs[:], old.pool._stack[:]
     pool._cached, pool._parked_refs = OrderedDict(old.pool._cached), dict(old.pool._parked_refs)
     index = pool.index = PrefixIndex.__new__(PrefixIndex)
-    index._digest_of = old.pool.index._digest_of[:]
+    index._hash_of = old.pool.index._hash_of[:]
     index._blocks = {d: b[:] if isinstance(b, list) else b for d, b in old.pool.index._blocks.items()}
     return new

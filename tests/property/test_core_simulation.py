@@ -12,9 +12,9 @@ from itertools import count, islice
 import pytest
 
 from scheduler_svc.core import policy, running, settlement
-from scheduler_svc.core.draft import StepDraft
 from scheduler_svc.core.events import StepAcked
 from scheduler_svc.core.kv.manager import KvManager
+from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.state import CoreState
 from scheduler_svc.simulation.core_simulation import SimulationFailure, World, not_reached, play, simulate, world_digest
@@ -53,7 +53,7 @@ def apply_late_results(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget_hashes_of_the_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KvManager, "unpublish", lambda self, request, num_published: None)
+    monkeypatch.setattr(KvManager, "uncache_blocks", lambda self, request, num_cached: None)
 
 
 def preempt_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def never_wait_for_a_fence(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def make_room_in_vain(*arguments: object) -> bool:
         draft = arguments[2]
-        assert isinstance(draft, StepDraft)
+        assert isinstance(draft, StepPlan)
         made: bool = make_room(*arguments)  # type: ignore[arg-type]
         draft._fence_needs.clear()
         return made
@@ -100,7 +100,7 @@ def test_random_worlds_find_a_planted_fault(
 
 
 @pytest.mark.timeout(600)
-def test_crowded_worlds_find_digests_that_are_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crowded_worlds_find_hashes_that_are_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is withdrawn had tokens in the same step, before somebody more urgent behind: rare elsewhere."""
     forget_hashes_of_the_withdrawn(monkeypatch)
     crowded = (seed for seed in count(1) if World.draw(seed).is_crowded)

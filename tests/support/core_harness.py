@@ -3,8 +3,8 @@
 `StubWorker` plays one rank's worker directly on `SchedulerOutput`. It remembers for every KV slot which position and
 token it holds, after which prefix, written in which step, and refuses a row whose earlier slots do not hold that row's
 own prefix, written in an earlier step or in this one (contract rule 11). The next token is a hash of the true prefix:
-a wrong table, a block reused too early, a missing recompute or a stale digest shows as a failed check and as another
-text.
+a wrong table, a block reused too early, a missing recompute or a stale block hash shows as a failed check and
+as another text.
 
 `World` feeds the core: clients, ranks, results that can be held back or never come, time. After every event and every
 step all invariants are checked, and what clients see is checked as it comes (nothing after the end, usage fits).
@@ -16,7 +16,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, assert_never
 
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import Fence, SchedulerConfig
@@ -460,18 +460,21 @@ class World:
 
     def _see(self, effects: list[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, TokensProduced):
-                self._see_tokens(effect)
-            elif isinstance(effect, RequestPreempted):
-                self.preemptions.append(effect)
-            elif isinstance(effect, PrefixCacheReset):
-                self.resets.append(effect)
-            elif isinstance(effect, RequestAccepted):
-                self._client(effect.handle).accepted = effect
-            elif isinstance(effect, RequestRefused):
-                self._client(effect.handle).refused = effect
-            else:
-                self._see_end(effect)
+            match effect:
+                case TokensProduced():
+                    self._see_tokens(effect)
+                case RequestPreempted():
+                    self.preemptions.append(effect)
+                case PrefixCacheReset():
+                    self.resets.append(effect)
+                case RequestAccepted():
+                    self._client(effect.handle).accepted = effect
+                case RequestRefused():
+                    self._client(effect.handle).refused = effect
+                case RequestEnded():
+                    self._see_end(effect)
+                case _:
+                    assert_never(effect)
 
     def _see_tokens(self, effect: TokensProduced) -> None:
         at = 0

@@ -1,6 +1,6 @@
 """The blocks of one rank: who is free, how often each is referenced, and in which order free ones are taken.
 
-One queue in the sense of the reference, kept as two: freed blocks without a digest go to a stack (its top is the
+One queue in the sense of the reference, kept as two: freed blocks without a block hash go to a stack (its top is the
 queue's front: last in, first out), freed blocks with one to the end of an ordered dictionary (least recently used
 first). Taking pops the stack, then the oldest cached block, which thereby leaves the prefix index. Block 0 is the null
 block: never free, never referenced, never cached."""
@@ -80,18 +80,18 @@ class BlockPool:
         """One reference less on each block of a table. Those that become free are queued so that a chain's tail is
         taken before its head."""
         refs, stack, cached, parked = self.refs, self._stack, self._cached, self._parked_refs
-        digest_of = self.index.digest_of
+        hash_of = self.index.hash_of
         for block in table:
             count = refs[block] - 1
             refs[block] = count
             if count < 0:
                 raise AssertionError(f"block {block} was released more often than referenced")
-            if count == 0 and digest_of(block) is None:
+            if count == 0 and hash_of(block) is None:
                 stack.append(block)
             elif count and parked and parked.get(block) == count:
                 self.num_parked += 1
         for block in reversed(table):
-            if refs[block] == 0 and digest_of(block) is not None:
+            if refs[block] == 0 and hash_of(block) is not None:
                 cached[block] = None
 
     def park(self, table: Iterable[int]) -> None:
@@ -117,7 +117,7 @@ class BlockPool:
         self.release(table)
 
     def forget_cached(self) -> None:
-        """Drop every digest. Queue order stays: blocks that were cached come after those that were not."""
+        """Drop every block hash. Queue order stays: blocks that were cached come after those that were not."""
         self.index.clear()
         self._stack[:0] = reversed(self._cached)
         self._cached.clear()

@@ -1,4 +1,4 @@
-"""KV blocks of one rank's requests: hits, the two admission gates, growth, publishing, freeing behind the fence.
+"""KV blocks of one rank's requests: hits, the two admission gates, growth, caching, freeing behind the fence.
 
 Answers "does it fit?" and performs one change at a time; whom to refuse or preempt is decided in `admission.py` and
 `running.py`.
@@ -69,9 +69,9 @@ class KvManager:
         if not self.caching or request.skip_prefix_cache:
             return []
         hits: list[int] = []
-        find, digest, tokens = self.pool.index.find, request.chain.digest, request.tokens
+        find, block_hash, tokens = self.pool.index.find, request.chain.block_hash, request.tokens
         for index in range((request.num_tokens - 1) // self.block_size):
-            block = find(digest(index, tokens))
+            block = find(block_hash(index, tokens))
             if block is None:
                 break
             hits.append(block)
@@ -84,23 +84,23 @@ class KvManager:
             self.stats.count(request.num_tokens, len(hits) * self.block_size, preempted=request.num_preemptions > 0)
         return hits
 
-    def publish(self, request: Request, num_tokens: int) -> None:
+    def cache_blocks(self, request: Request, num_tokens: int) -> None:
         """Enter the request's full blocks below `num_tokens` in the index."""
-        first, full = request.num_published, num_tokens // self.block_size
-        add, digest, blocks, tokens = self.pool.index.add, request.chain.digest, request.blocks, request.tokens
+        first, full = request.num_cached, num_tokens // self.block_size
+        add, block_hash, blocks, tokens = self.pool.index.add, request.chain.block_hash, request.blocks, request.tokens
         for index in range(first, full):
-            add(blocks[index], digest(index, tokens))
-        request.num_published = full
-        request.publish_at = (full + 1) * self.block_size
+            add(blocks[index], block_hash(index, tokens))
+        request.num_cached = full
+        request.cache_at = (full + 1) * self.block_size
 
-    def unpublish(self, request: Request, num_published: int) -> None:
-        """Take back publishing beyond the first `num_published` blocks: nobody computes them now. What another request
-        has found meanwhile stays known: its table says so, too."""
-        for block in request.blocks[num_published : request.num_published]:
+    def uncache_blocks(self, request: Request, num_cached: int) -> None:
+        """Take blocks beyond the first `num_cached` out of the index: no step computes them now. A block that another
+        request has found meanwhile stays in the index, since that request relies on it."""
+        for block in request.blocks[num_cached : request.num_cached]:
             if self.pool.refs[block] == 1:
                 self.pool.index.remove(block)
-        request.num_published = num_published
-        request.publish_at = (num_published + 1) * self.block_size
+        request.num_cached = num_cached
+        request.cache_at = (num_cached + 1) * self.block_size
 
     # --- allocation -----------------------------------------------------------------------------------------------
 
@@ -129,8 +129,8 @@ class KvManager:
         self.pool.touch(hits)
         request.blocks = list(hits)
         if self.caching:
-            request.num_published = len(hits)
-            request.publish_at = (len(hits) + 1) * self.block_size
+            request.num_cached = len(hits)
+            request.cache_at = (len(hits) + 1) * self.block_size
         self.grow(request, max(0, self.blocks_for(num_slots) - len(hits)))
 
     # --- freeing --------------------------------------------------------------------------------------------------
@@ -147,8 +147,8 @@ class KvManager:
                 self.pool.release(blocks)
         request.blocks = []
         request.capacity = 0
-        request.num_published = 0
-        request.publish_at = request.chain.first_publish_at
+        request.num_cached = 0
+        request.cache_at = request.chain.first_cache_at
 
     def release_due(self, acked_fence: int) -> None:
         """Free what waited for fences up to `acked_fence`."""
@@ -162,6 +162,6 @@ class KvManager:
         return self.pool.num_free + self.pool.num_parked != self.pool.num_usable
 
     def reset_prefix_cache(self) -> None:
-        """Forget all digests, those of parked blocks included: steps in flight may still write there, but nobody will
-        ever find it. Only while no block is held."""
+        """Forget all block hashes, those of parked blocks included: steps in flight may still write to such blocks,
+        but no request can find them any more. Only while no block is held."""
         self.pool.forget_cached()

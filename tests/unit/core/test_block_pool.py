@@ -10,13 +10,13 @@ from scheduler_svc.core.kv.block_pool import BlockPool
 from scheduler_svc.core.kv.deferred import ParkedFree, ParkedFrees
 
 
-def digest(block: int) -> bytes:
-    return b"digest of %d" % block
+def block_hash(block: int) -> bytes:
+    return b"block hash of %d" % block
 
 
-def publish(pool: BlockPool, *blocks: int) -> None:
+def cache(pool: BlockPool, *blocks: int) -> None:
     for block in blocks:
-        pool.index.add(block, digest(block))
+        pool.index.add(block, block_hash(block))
 
 
 def test_the_null_block_is_never_handed_out() -> None:
@@ -27,7 +27,7 @@ def test_the_null_block_is_never_handed_out() -> None:
         BlockPool(1)
 
 
-def test_blocks_without_digest_come_back_last_in_first_out() -> None:
+def test_blocks_without_a_hash_come_back_last_in_first_out() -> None:
     pool = BlockPool(8)
     first, second = pool.take(2), pool.take(2)
     pool.release(first)
@@ -39,30 +39,30 @@ def test_blocks_without_digest_come_back_last_in_first_out() -> None:
 def test_cached_blocks_come_back_least_recently_used_tail_first() -> None:
     pool = BlockPool(8)
     table = pool.take(3)
-    publish(pool, 1, 2)
+    cache(pool, 1, 2)
     pool.release(table)
     assert pool.free_order() == [3, 4, 5, 6, 7, 2, 1]
     other = pool.take(1)
-    publish(pool, *other)
+    cache(pool, *other)
     pool.release(other)
     assert pool.free_order() == [4, 5, 6, 7, 2, 1, 3]
 
 
-def test_taking_a_cached_block_forgets_its_digest() -> None:
+def test_taking_a_cached_block_forgets_its_block_hash() -> None:
     pool = BlockPool(4)
     table = pool.take(3)
-    publish(pool, *table)
+    cache(pool, *table)
     pool.release(table)
     assert pool.take(2) == [3, 2]
-    assert pool.index.digest_of(3) is None and pool.index.find(digest(2)) is None
-    assert pool.index.find(digest(1)) == 1
+    assert pool.index.hash_of(3) is None and pool.index.find(block_hash(2)) is None
+    assert pool.index.find(block_hash(1)) == 1
 
 
 @pytest.mark.parametrize("count", range(8))
 def test_any_number_is_taken_from_the_front(count: int) -> None:
     pool = BlockPool(8)
     table = pool.take(3)
-    publish(pool, 1, 2)
+    cache(pool, 1, 2)
     pool.release(table)
     order = pool.free_order()
     assert pool.take(count) == order[:count]
@@ -73,7 +73,7 @@ def test_any_number_is_taken_from_the_front(count: int) -> None:
 def test_a_touched_block_leaves_the_queue_and_counts_its_holders() -> None:
     pool = BlockPool(6)
     table = pool.take(2)
-    publish(pool, *table)
+    cache(pool, *table)
     pool.release(table)
     assert pool.count_free([1, 2]) == 2
     pool.touch([1])
@@ -93,10 +93,10 @@ def test_releasing_once_too_often_is_a_bug() -> None:
         pool.release(table)
 
 
-def test_forgetting_all_digests_keeps_the_order() -> None:
+def test_forgetting_all_block_hashes_keeps_the_order() -> None:
     pool = BlockPool(8)
     table = pool.take(4)
-    publish(pool, 1, 2, 3)
+    cache(pool, 1, 2, 3)
     pool.release(table)
     order = pool.free_order()
     pool.forget_cached()
@@ -118,7 +118,7 @@ def test_a_parked_block_is_neither_free_nor_held() -> None:
 def test_a_parked_block_that_a_living_table_holds_does_not_count_as_parked() -> None:
     pool = BlockPool(6)
     table = pool.take(2)
-    publish(pool, *table)
+    cache(pool, *table)
     pool.park(table)
     pool.touch([1])
     assert pool.num_parked == 1
@@ -129,7 +129,7 @@ def test_a_parked_block_that_a_living_table_holds_does_not_count_as_parked() -> 
 def test_a_living_holder_that_leaves_first_makes_it_parked_again() -> None:
     pool = BlockPool(6)
     table = pool.take(2)
-    publish(pool, *table)
+    cache(pool, *table)
     pool.touch([1])
     pool.park(table)
     assert pool.num_parked == 1
@@ -142,7 +142,7 @@ def test_a_living_holder_that_leaves_first_makes_it_parked_again() -> None:
 def test_a_block_parked_twice_counts_once_until_the_last_fence() -> None:
     pool = BlockPool(6)
     table = pool.take(2)
-    publish(pool, *table)
+    cache(pool, *table)
     pool.touch(table)
     pool.park(table)
     pool.park([1])
@@ -176,13 +176,13 @@ class OneQueue:
     def __init__(self, num_blocks: int) -> None:
         self.queue = list(range(1, num_blocks))
         self.refs = [0] * num_blocks
-        self.digests: set[int] = set()
+        self.hashes: set[int] = set()
 
     def take(self, count: int) -> list[int]:
         taken, self.queue = self.queue[:count], self.queue[count:]
         for block in taken:
             self.refs[block] = 1
-            self.digests.discard(block)
+            self.hashes.discard(block)
         return taken
 
     def touch(self, blocks: list[int]) -> None:
@@ -198,7 +198,7 @@ class OneQueue:
             if self.refs[block] == 0:
                 gone.append(block)
         self.queue = [
-            *(b for b in gone if b not in self.digests), *self.queue, *(b for b in gone if b in self.digests)
+            *(b for b in gone if b not in self.hashes), *self.queue, *(b for b in gone if b in self.hashes)
         ]  # fmt: skip
 
 
@@ -212,7 +212,7 @@ def test_the_two_structures_are_the_one_queue(seed: int) -> None:
         kind = rng.randrange(6)
         if kind == 0 and (count := rng.randrange(pool.num_free + 1)):
             # As an admission: some cached free blocks first, then new ones.
-            hits = [b for b in rng.sample(sorted(model.digests), len(model.digests)) if rng.random() < 0.5][:2]
+            hits = [b for b in rng.sample(sorted(model.hashes), len(model.hashes)) if rng.random() < 0.5][:2]
             fresh = max(0, min(count, pool.num_free - pool.count_free(hits)))
             pool.touch(hits)
             model.touch(hits)
@@ -221,9 +221,9 @@ def test_the_two_structures_are_the_one_queue(seed: int) -> None:
             tables.append([*hits, *taken])
         elif kind == 1 and tables:
             for block in rng.choice(tables):
-                if block not in model.digests and rng.random() < 0.7:
-                    publish(pool, block)
-                    model.digests.add(block)
+                if block not in model.hashes and rng.random() < 0.7:
+                    cache(pool, block)
+                    model.hashes.add(block)
         elif kind == 2 and tables:
             table = tables.pop(rng.randrange(len(tables)))
             pool.release(table)

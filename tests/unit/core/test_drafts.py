@@ -185,14 +185,14 @@ def test_accepted_and_rejected_drafts_move_the_counters() -> None:
     assert world.clients[0].tokens == right
 
 
-def test_an_empty_answer_counts_as_all_rejected_and_takes_back_what_was_published() -> None:
+def test_an_empty_answer_counts_as_all_rejected_and_takes_back_what_was_cached() -> None:
     """Token 8 fills the second block; the row that would have computed it yields nothing, so nobody may hit it."""
     world = reference_world()
     world.draft({"a": [1, 2, 3]})
     output = world.schedule()
     assert output is not None
     request = world.request("a")
-    assert request.num_published == 2
+    assert request.num_cached == 2
     world.answers["r0"].clear()
     row = world.workers["r0"].rows[output.rows[0]]
     row.tokens.pop()
@@ -200,9 +200,9 @@ def test_an_empty_answer_counts_as_all_rejected_and_takes_back_what_was_publishe
     row.computed = 7
     world.handle(StepAcked("r0", 1, output.step_seq, [], [0]))
     world.workers["r0"].acknowledged(output.step_seq)
-    assert (request.computed, request.num_published, request.awaited) == (7, 1, 0)
+    assert (request.computed, request.num_cached, request.awaited) == (7, 1, 0)
     assert world.rows_of(world.step()) == [("a", 1)]
-    assert request.num_published == 2
+    assert request.num_cached == 2
     world.run()
     world.check_texts()
 

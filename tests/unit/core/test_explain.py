@@ -354,7 +354,7 @@ def test_whoever_stands_behind_is_told_behind_whom_and_why() -> None:
 
 
 def test_a_head_that_is_overtaken_by_a_victim_stands_behind_it() -> None:
-    """Its own reason is of an earlier walk: the present one is who came back before it."""
+    """Its own reason is of an earlier pass: the present one is who came back before it."""
     world = World(PLAIN, num_blocks=7)
     world.submit("a", 8, 12)
     world.submit("b", 8, 12)
@@ -400,7 +400,7 @@ def test_a_draining_rank_does_not_make_reasons_stale() -> None:
     assert reason(world, "it") is SkipReason.NO_BLOCKS
 
 
-def test_who_stopped_the_walk_and_ended_is_not_named_any_more() -> None:
+def test_who_stopped_the_pass_and_ended_is_not_named_any_more() -> None:
     world = no_blocks()
     world.submit("later", 2, 2)
     world.abort("it")

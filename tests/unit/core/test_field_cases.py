@@ -208,7 +208,7 @@ def test_f14_nothing_is_hit_that_was_never_computed() -> None:
 
 
 @BOTH
-def test_f15_a_block_with_new_content_loses_its_digest(base: SchedulerConfig) -> None:
+def test_f15_a_block_with_new_content_loses_its_block_hash(base: SchedulerConfig) -> None:
     world = World(base, num_blocks=3)
     a, b = list(range(8)), list(range(20, 28))
     for name, prompt in (("a", a), ("b", b), ("a again", a)):
@@ -224,7 +224,7 @@ def test_f15_a_block_with_new_content_loses_its_digest(base: SchedulerConfig) ->
 
 
 @BOTH
-def test_f15_a_digest_stands_for_every_token_and_for_everything_before(base: SchedulerConfig) -> None:
+def test_f15_a_block_hash_stands_for_every_token_and_for_everything_before(base: SchedulerConfig) -> None:
     world = World(base, num_blocks=20)
     first, second, other, end = [1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [13]
     for name, prompt in (("a", first + second), ("b", other + other)):
@@ -803,11 +803,11 @@ def cached_with_salt_in_prompt(world: World) -> int:
     return cached(client)
 
 
-def test_f78_digests_are_the_same_in_every_process() -> None:
+def test_f78_block_hashes_are_the_same_in_every_process() -> None:
     script = (
         "from array import array; from scheduler_svc.core.kv.prefix_index import HashChain;"
         "chain = HashChain(4, 'tenant', enabled=True); tokens = array('i', range(12));"
-        "print([chain.digest(i, tokens).hex() for i in range(3)])"
+        "print([chain.block_hash(i, tokens).hex() for i in range(3)])"
     )
     outputs = {
         subprocess.run(
@@ -817,9 +817,9 @@ def test_f78_digests_are_the_same_in_every_process() -> None:
         for seed in ("0", "1", "4711")
     }  # fmt: skip
     chain = HashChain(4, "tenant", enabled=True)
-    digests = [chain.digest(i, array("i", range(12))) for i in range(3)]
-    assert outputs == {f"{[d.hex() for d in digests]}\n"}
-    assert all(len(d) == 32 for d in digests) and len(set(digests)) == 3
+    hashes = [chain.block_hash(i, array("i", range(12))) for i in range(3)]
+    assert outputs == {f"{[d.hex() for d in hashes]}\n"}
+    assert all(len(d) == 32 for d in hashes) and len(set(hashes)) == 3
 
 
 @BOTH

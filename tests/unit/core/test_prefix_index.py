@@ -1,4 +1,4 @@
-"""Digests of full blocks, and the index from digest to blocks."""
+"""Block hashes of full blocks, and the index from block hash to blocks."""
 
 from __future__ import annotations
 
@@ -8,55 +8,55 @@ from hashlib import sha256
 import pytest
 
 from scheduler_svc.core.kv.manager import KvManager, PrefixStats
-from scheduler_svc.core.kv.prefix_index import HashChain, PrefixIndex, root_digest
+from scheduler_svc.core.kv.prefix_index import HashChain, PrefixIndex, root_hash
 from tests.support.core_harness import World
 
 
-def digests(tokens: list[int], size: int = 4, salt: str = "") -> list[bytes]:
+def hashes(tokens: list[int], size: int = 4, salt: str = "") -> list[bytes]:
     chain = HashChain(size, salt, enabled=True)
-    return [chain.digest(i, array("i", tokens)) for i in range(len(tokens) // size)]
+    return [chain.block_hash(i, array("i", tokens)) for i in range(len(tokens) // size)]
 
 
-def test_a_digest_is_of_the_block_and_all_before_it() -> None:
-    base = digests(list(range(12)))
+def test_a_block_hash_is_of_the_block_and_all_before_it() -> None:
+    base = hashes(list(range(12)))
     for changed in range(12):
         tokens = list(range(12))
         tokens[changed] = 99
-        other = digests(tokens)
+        other = hashes(tokens)
         assert [a == b for a, b in zip(base, other, strict=True)] == [i < changed // 4 for i in range(3)]
-    assert digests([*range(4), *range(4)])[0] != digests([*range(4), *range(4)])[1], "place matters"
+    assert hashes([*range(4), *range(4)])[0] != hashes([*range(4), *range(4)])[1], "place matters"
 
 
-def test_a_digest_depends_on_salt_and_block_size() -> None:
-    assert digests([1, 2, 3, 4], salt="a") != digests([1, 2, 3, 4], salt="b") != digests([1, 2, 3, 4])
-    assert root_digest(4, "") != root_digest(2, "")
+def test_a_block_hash_depends_on_salt_and_block_size() -> None:
+    assert hashes([1, 2, 3, 4], salt="a") != hashes([1, 2, 3, 4], salt="b") != hashes([1, 2, 3, 4])
+    assert root_hash(4, "") != root_hash(2, "")
 
 
 def test_fields_of_the_root_cannot_spell_each_other() -> None:
     salts = ["", "a", "aa", "1:a", "4:salt", "salt4", "10:block_size1:4", "\x00", "4:salt0:"]
-    roots = {root_digest(size, salt) for size in (1, 4, 14, 41) for salt in salts}
+    roots = {root_hash(size, salt) for size in (1, 4, 14, 41) for salt in salts}
     assert len(roots) == 4 * len(salts)
 
 
-def test_the_form_of_a_digest_is_fixed() -> None:
+def test_the_form_of_a_block_hash_is_fixed() -> None:
     """Other processes and later versions must agree on it."""
     root = sha256(b"stepfence.kv.1" + b"10:block_size1:4" + b"4:salt1:x").digest()
     block = b"".join(token.to_bytes(4, "little") for token in (1, 2, 3, 70_000))
-    assert digests([1, 2, 3, 70_000], salt="x") == [sha256(root + block).digest()]
+    assert hashes([1, 2, 3, 70_000], salt="x") == [sha256(root + block).digest()]
 
 
-def test_digests_are_made_when_asked_for_and_kept() -> None:
+def test_block_hashes_are_made_when_asked_for_and_kept() -> None:
     chain = HashChain(4, "", enabled=True)
     tokens = array("i", range(10))
-    chain.digest(0, tokens)
-    assert len(chain.digests) == 1
-    second = chain.digest(1, tokens)
+    chain.block_hash(0, tokens)
+    assert len(chain.hashes) == 1
+    second = chain.block_hash(1, tokens)
     tokens.extend([10, 11])
-    assert chain.digest(1, tokens) is second and len(chain.digests) == 2
-    assert HashChain(4, "", enabled=False).first_publish_at > 1 << 40
+    assert chain.block_hash(1, tokens) is second and len(chain.hashes) == 2
+    assert HashChain(4, "", enabled=False).first_cache_at > 1 << 40
 
 
-def test_of_several_blocks_with_one_digest_the_first_published_is_used() -> None:
+def test_of_several_blocks_with_one_block_hash_the_first_cached_is_used() -> None:
     index = PrefixIndex(1000)
     for block in (700, 3, 900):
         index.add(block, b"d")
@@ -69,7 +69,7 @@ def test_of_several_blocks_with_one_digest_the_first_published_is_used() -> None
     assert index.find(b"d") is None and len(index) == 0 and index.entries() == []
 
 
-def test_publishing_twice_enters_a_block_once() -> None:
+def test_caching_twice_enters_a_block_once() -> None:
     index = PrefixIndex(1000)
     block = int("500")
     index.add(block, b"d")
@@ -77,7 +77,7 @@ def test_publishing_twice_enters_a_block_once() -> None:
     assert index.entries() == [(b"d", [500])]
 
 
-def test_removing_what_holds_no_digest_is_nothing() -> None:
+def test_removing_what_holds_no_block_hash_is_nothing() -> None:
     index = PrefixIndex(10)
     index.add(1, b"d")
     index.remove(2)
@@ -86,7 +86,7 @@ def test_removing_what_holds_no_digest_is_nothing() -> None:
     assert len(index) == 0
     index.add(1, b"e")
     index.clear()
-    assert index.find(b"e") is None and index.digest_of(1) is None
+    assert index.find(b"e") is None and index.hash_of(1) is None
 
 
 # --- the manager --------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def test_who_does_not_read_the_cache_still_fills_it() -> None:
     assert (stats.num_requests, stats.num_hits) == (1, 8)
 
 
-def test_outputs_are_published_too() -> None:
+def test_outputs_are_cached_too() -> None:
     world = World()
     prompt = list(range(6))
     first = world.submit("a", prompt, 8)

@@ -126,7 +126,7 @@ def test_fcfs_serves_the_skipped_lane_first() -> None:
 
 
 def test_who_is_put_aside_again_stays_ahead_of_those_behind() -> None:
-    """A walk that ended at the first of the skipped lane: it keeps its place, and who was met after it comes next."""
+    """A pass that ended at the first of the skipped lane: it keeps its place, and who was met after it comes next."""
     queue = WaitingQueue(Policy.FCFS)
     a, b, c = (request(name) for name in "abc")
     for r in (a, b, c):

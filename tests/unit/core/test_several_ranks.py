@@ -45,7 +45,7 @@ def test_a_rank_leaves_a_request_to_the_one_with_the_longer_cached_prefix() -> N
     world.submit("a", [*prompt, 50], 3)
     world.submit("b", 5, 3)
     world.schedule("r0")
-    assert world.running("r0") == ["b"], "passing over a continues the walk"
+    assert world.running("r0") == ["b"], "passing over a continues the pass"
     assert reason(world, "a") is SkipReason.PASSED_OVER
     output = world.schedule("r1")
     assert output is not None and output.new_requests[0].num_computed_tokens == 12

@@ -241,7 +241,7 @@ def test_trap_15_the_last_token_is_always_computed() -> None:
     w.check_texts()
 
 
-def test_trap_16_blocks_are_published_when_scheduled() -> None:
+def test_trap_16_blocks_are_cached_when_scheduled() -> None:
     w = world(REFERENCE, 20)
     prompt = list(range(10))
     w.submit("a", prompt, 4)
@@ -251,9 +251,9 @@ def test_trap_16_blocks_are_published_when_scheduled() -> None:
     w.check_texts()
 
 
-def test_trap_17_digests_of_a_withdrawn_row_are_forgotten() -> None:
+def test_trap_17_hashes_of_a_withdrawn_row_are_forgotten() -> None:
     """The row that is taken back would have filled two blocks and begun a third: hi takes only that one, so the two
-    keep whatever digest they are left with."""
+    keep whatever block hash they are left with."""
     config = replace(
         REFERENCE, policy=Policy.PRIORITY, scheduler_reserve_full_isl=False, long_prefill_token_threshold=7
     )
@@ -272,7 +272,7 @@ def test_trap_17_digests_of_a_withdrawn_row_are_forgotten() -> None:
     w.check_texts()
 
 
-def test_trap_19_freed_blocks_are_queued_by_digest() -> None:
+def test_trap_19_freed_blocks_are_queued_by_block_hash() -> None:
     w = world(REFERENCE, 7)
     w.submit("a", 9, 1)
     w.step()
@@ -446,15 +446,15 @@ def test_trap_27_drafts_do_not_survive_a_preemption() -> None:
     assert list(w.request("b").drafts) == []
 
 
-def test_trap_28_only_verified_tokens_are_published() -> None:
+def test_trap_28_only_verified_tokens_are_cached() -> None:
     w = world(replace(DRAFTS, enable_prefix_caching=True), 8)
     w.submit("a", 6, 9)
     w.step()
     w.draft({"a": [5, 6]})
     w.step()
-    assert w.request("a").computed == 7 and w.request("a").num_published == 1
+    assert w.request("a").computed == 7 and w.request("a").num_cached == 1
     w.step()
-    assert w.request("a").num_published == 2
+    assert w.request("a").num_cached == 2
     w.run()
     w.check_texts()
 

@@ -47,7 +47,7 @@ def reason(world: World, request_id: str) -> SkipReason | None:
 # --- lengths ------------------------------------------------------------------------------------------------------
 
 
-def test_a_running_request_without_a_token_to_compute_does_not_end_the_walk() -> None:
+def test_a_running_request_without_a_token_to_compute_does_not_end_the_pass() -> None:
     """A prompt of exactly max_model_len, in chunks, gets stuck before its last token (the default refuses it); whoever
     is behind it goes on."""
     world = World(replace(REFERENCE, max_model_len=16, max_num_batched_tokens=8, max_num_seqs=4))

@@ -1,6 +1,6 @@
 """The plan of one step while it is made (R2): rows, budget, blocks, and what may still be taken back.
 
-Nothing a draft holds is visible to the request's counters before `build`; blocks and published digests are, and
+Nothing a plan holds is visible to the request's counters before `build`; blocks and cached block hashes are, and
 `withdraw` gives those back. Rows are kept as parallel lists: an object per row would cost more than deciding it."""
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _NO_COLUMN: array[int] = array("i")
 _admission_number = attrgetter("admission_number")
 
 
-class StepDraft:
+class StepPlan:
     """One step of `rank` under construction, with `budget` tokens left to give."""
 
     __slots__ = (
         "_fence_needs",
-        "_published_before",
+        "_cached_before",
         "admitted",
         "budget",
         "drafts",
@@ -52,7 +52,7 @@ class StepDraft:
         self.preempted: list[Request] = []
         # Whether a running partial prefill got tokens in this step.
         self.prefill_scheduled = False
-        self._published_before: dict[Request, int] = {}
+        self._cached_before: dict[Request, int] = {}
         # Blocks that requests waiting for a fence count on: free ones, and parked ones that will return.
         self._fence_needs: dict[Request, tuple[int, int]] = {}
         self.reserved_free = 0
@@ -77,7 +77,7 @@ class StepDraft:
     # --- changes --------------------------------------------------------------------------------------------------
 
     def add(self, request: Request, num_tokens: int) -> None:
-        """A row of so many tokens. The walk over running requests does the same itself, without a call for each row
+        """A row of so many tokens. The pass over running requests does the same itself, without a call for each row
         (ADR 7)."""
         self.requests.append(request)
         self.num_tokens.append(num_tokens)
@@ -93,19 +93,19 @@ class StepDraft:
         self.reserved_free += free
         self.reserved_parked += need - free
 
-    def publish(self, request: Request, num_tokens: int) -> None:
+    def cache(self, request: Request, num_tokens: int) -> None:
         """Enter full blocks in the prefix index although this step computes them: contract rule 11 makes that safe."""
-        self._published_before.setdefault(request, request.num_published)
-        self.rank.kv.publish(request, num_tokens)
+        self._cached_before.setdefault(request, request.num_cached)
+        self.rank.kv.cache_blocks(request, num_tokens)
 
     def withdraw(self, victim: Request) -> None:
         """Take back all this step gave `victim`: tokens, drafts, the entry of its new blocks (the blocks themselves go
-        with its table), digests of blocks that will now not be computed, and its claim on returning blocks."""
+        with its table), block hashes of blocks that will now not be computed, and its claim on returning blocks."""
         free, parked = self._fence_needs.pop(victim, (0, 0))
         self.reserved_free -= free
         self.reserved_parked -= parked
-        if victim in self._published_before:
-            self.rank.kv.unpublish(victim, self._published_before.pop(victim))
+        if victim in self._cached_before:
+            self.rank.kv.uncache_blocks(victim, self._cached_before.pop(victim))
         self.grown.pop(victim, None)
         self.drafts.pop(victim, None)
         # Rows stand in order of admission.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scheduler_svc.core.config import Policy, SchedulerConfig
-from scheduler_svc.core.draft import StepDraft
+from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.skip_reason import SkipReason
 from tests.support.core_harness import World
 
@@ -20,37 +20,37 @@ def running_world(*lengths: int, num_blocks: int = 30) -> World:
     return world
 
 
-def test_withdraw_gives_back_tokens_drafts_blocks_entry_and_digests() -> None:
+def test_withdraw_gives_back_tokens_drafts_blocks_entry_and_hashes() -> None:
     world = running_world(8, 6)
     a, b = world.request("a"), world.request("b")
-    draft = StepDraft(world.rank(), 10)
-    published = b.num_published
+    plan = StepPlan(world.rank(), 10)
+    cached = b.num_cached
     for request in (a, b):
-        draft.requests.append(request)
-        draft.num_tokens.append(3)
-        draft.drafts[request] = [1, 2]
-        draft.grow(request, 1)
-        draft.budget -= 3
+        plan.requests.append(request)
+        plan.num_tokens.append(3)
+        plan.drafts[request] = [1, 2]
+        plan.grow(request, 1)
+        plan.budget -= 3
     b.tokens.extend([1, 2, 3])
     b.num_tokens += 3
     index_before = len(world.rank().kv.pool.index)
-    draft.publish(b, 8)
-    assert b.num_published == published + 1 and len(world.rank().kv.pool.index) == index_before + 1
-    draft.withdraw(b)
-    assert (draft.budget, draft.requests, draft.num_tokens) == (7, [a], [3])
-    assert list(draft.drafts) == [a] and list(draft.grown) == [a]
-    assert b.num_published == published and b.publish_at == 8
+    plan.cache(b, 8)
+    assert b.num_cached == cached + 1 and len(world.rank().kv.pool.index) == index_before + 1
+    plan.withdraw(b)
+    assert (plan.budget, plan.requests, plan.num_tokens) == (7, [a], [3])
+    assert list(plan.drafts) == [a] and list(plan.grown) == [a]
+    assert b.num_cached == cached and b.cache_at == 8
     assert len(world.rank().kv.pool.index) == index_before
 
 
 def test_withdraw_of_one_without_a_row_changes_no_budget() -> None:
     world = running_world(8, 6, 5)
-    draft = StepDraft(world.rank(), 10)
-    draft.requests.append(world.request("a"))
-    draft.num_tokens.append(4)
-    draft.budget = 6
-    draft.withdraw(world.request("c"))
-    assert (draft.budget, len(draft.requests)) == (6, 1)
+    plan = StepPlan(world.rank(), 10)
+    plan.requests.append(world.request("a"))
+    plan.num_tokens.append(4)
+    plan.budget = 6
+    plan.withdraw(world.request("c"))
+    assert (plan.budget, len(plan.requests)) == (6, 1)
 
 
 def test_withdraw_gives_back_claims_on_returning_blocks() -> None:
@@ -59,37 +59,37 @@ def test_withdraw_gives_back_claims_on_returning_blocks() -> None:
     pool = world.rank().kv.pool
     parked = pool.take(2)
     pool.park(parked)
-    draft = StepDraft(world.rank(), 10)
+    plan = StepPlan(world.rank(), 10)
     free = pool.num_free
-    draft.wait_for_fence(world.request("a"), free + 1)
-    assert (draft.num_free_blocks, draft.num_returning_blocks, draft.awaits_fence) == (0, 1, True)
-    draft.wait_for_fence(world.request("b"), 1)
-    assert (draft.num_free_blocks, draft.num_returning_blocks) == (0, 0)
-    draft.withdraw(world.request("a"))
-    assert (draft.num_free_blocks, draft.num_returning_blocks, draft.awaits_fence) == (free, 1, True)
-    draft.withdraw(world.request("b"))
-    assert (draft.num_free_blocks, draft.num_returning_blocks, draft.awaits_fence) == (free, 2, False)
+    plan.wait_for_fence(world.request("a"), free + 1)
+    assert (plan.num_free_blocks, plan.num_returning_blocks, plan.awaits_fence) == (0, 1, True)
+    plan.wait_for_fence(world.request("b"), 1)
+    assert (plan.num_free_blocks, plan.num_returning_blocks) == (0, 0)
+    plan.withdraw(world.request("a"))
+    assert (plan.num_free_blocks, plan.num_returning_blocks, plan.awaits_fence) == (free, 1, True)
+    plan.withdraw(world.request("b"))
+    assert (plan.num_free_blocks, plan.num_returning_blocks, plan.awaits_fence) == (free, 2, False)
 
 
-def test_publishing_twice_in_a_step_is_taken_back_to_the_start() -> None:
+def test_caching_twice_in_a_step_is_taken_back_to_the_start() -> None:
     world = running_world(2)
     a = world.request("a")
     a.blocks += world.rank().kv.pool.take(2)
     a.tokens.extend(range(9))
     a.num_tokens += 9
-    draft = StepDraft(world.rank(), 10)
-    draft.publish(a, 4)
-    draft.publish(a, 9)
-    assert a.num_published == 2
-    draft.withdraw(a)
-    assert a.num_published == 0 and len(world.rank().kv.pool.index) == 0
+    plan = StepPlan(world.rank(), 10)
+    plan.cache(a, 4)
+    plan.cache(a, 9)
+    assert a.num_cached == 2
+    plan.withdraw(a)
+    assert a.num_cached == 0 and len(world.rank().kv.pool.index) == 0
 
 
 def test_a_draft_with_nothing_to_say_is_no_step() -> None:
     world = running_world(4)
     window = world.rank().window
     before = (window.newest_step, window.newest_fence, len(window))
-    assert StepDraft(world.rank(), 10).build(world.scheduler.totals) is None
+    assert StepPlan(world.rank(), 10).build(world.scheduler.totals) is None
     assert (window.newest_step, window.newest_fence, len(window)) == before
 
 
