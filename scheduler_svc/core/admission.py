@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from scheduler_svc.core import reasons, rows
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.rank import RankState
+from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.request import BLOCKED, Request, Status, transition
-from scheduler_svc.core.skip_reason import SkipReason
 from scheduler_svc.core.state import CoreState
 
 # Steps of one rank that may leave a request to another rank with a longer cached prefix (D15).
@@ -13,59 +14,73 @@ _MAX_PASSES = 2
 
 
 def run(state: CoreState, rank: RankState, plan: StepPlan, *, defer_prefills: bool) -> None:
-    """Admit from the head of the queue until something does not fit: whoever cannot start holds up all behind it,
-    except for reasons that have nothing to do with room (those are put aside, and the pass goes on)."""
+    """Admit from the head of the queue until a request does not fit, which holds up all behind it (head-of-line
+    blocking). Requests that cannot start for other reasons are put aside, into the skipped queue, and the pass goes
+    on."""
     queue = state.queue
     aside: list[Request] = []
-    stopped: SkipReason | None = None
-    while stopped is None and (request := rank.reserved_for or _next(state, rank)) is not None:
-        if plan.budget <= 0:
-            stopped = SkipReason.NO_BUDGET
-        elif len(rank.running) >= state.config.max_num_seqs:
-            stopped = SkipReason.SEQUENCE_LIMIT
-        elif rank.running and (rank.reserved_for is not None or rank.running[0].is_suspect):
-            stopped = SkipReason.SUSPECT_RUNS_ALONE
-        elif (reason := _not_here(state, rank, request)) is not None:
+    stopped: tuple[SkipReason, Request] | None = None
+    while stopped is None and (request := _candidate(state, rank)) is not None:
+        verdict = (
+            _step_is_full(state, rank, plan)
+            or _refusal_here(state, rank, request)
+            or _try_admit(state, rank, plan, request, defer_prefills)
+        )
+        if verdict is None:
+            continue
+        state.skip(request, verdict)
+        if verdict.puts_aside:
             queue.remove(request)
-            state.skip(request, reason)
             aside.append(request)
         else:
-            stopped = _try_admit(state, rank, plan, request, defer_prefills)
-        if stopped is not None:
-            state.skip(request, stopped)
+            stopped = (verdict, request)
     queue.put_aside(aside)
     if rank.is_draining:
         # It looked at its own only, and says nothing about the others.
         return
-    state.admission_stopped = None if stopped is None or request is None else (stopped, request)
+    state.admission_stopped = stopped
     if not defer_prefills:
         rank.capacity_bound = len(queue.waiting) > 0
 
 
-def _next(state: CoreState, rank: RankState) -> Request | None:
-    """The head of the queue; on a rank that drains, the first of those that it has begun and only it can finish."""
+def _candidate(state: CoreState, rank: RankState) -> Request | None:
+    """Whom to try next: the request for which the rank is reserved; the head of the queue; on a rank that drains, the
+    first of those that it has begun and only it can finish."""
+    if rank.reserved_for is not None:
+        return rank.reserved_for
     if not rank.is_draining:
         return state.queue.head()
     return next((request for request in state.queue if state.is_taken_back(rank, request)), None)
 
 
-def _not_here(state: CoreState, rank: RankState, request: Request) -> SkipReason | None:
-    """Why this rank puts the request aside; none of these has to do with room."""
+def _step_is_full(state: CoreState, rank: RankState, plan: StepPlan) -> SkipReason | None:
+    """Why the step admits no request at all, whichever it is."""
+    if plan.tokens_left <= 0:
+        return reasons.NO_BUDGET
+    if len(rank.running) >= state.config.max_num_seqs:
+        return reasons.SEQUENCE_LIMIT
+    if rank.running and (rank.reserved_for is not None or rank.running[0].is_suspect):
+        return reasons.RANK_QUARANTINED
+    return None
+
+
+def _refusal_here(state: CoreState, rank: RankState, request: Request) -> SkipReason | None:
+    """Why this rank puts the request aside, which has nothing to do with how much room there is."""
     if request.status in BLOCKED:
         if not request.grammar_ready:
-            return SkipReason.GRAMMAR_NOT_READY
+            return reasons.GRAMMAR_NOT_READY
         transition(request, Status.WAITING)
     if state.config.resume_settled and request.num_preemptions and request.has_rows_in_flight:
-        return SkipReason.RESULT_IN_FLIGHT
+        return reasons.RESULT_IN_FLIGHT
     # The reference lets a request run that its only rank can never hold.
     must_fit = state.config.refuse_infeasible or len(state.ranks) > 1
     if must_fit and state.blocks_needed(request) > rank.kv.num_usable:
-        return SkipReason.NEVER_FITS_HERE
+        return reasons.NEVER_FITS_HERE
     if rank.reserved_for is request:
         return None
     if request.is_suspect and _waits_to_run_alone(state, rank, request):
-        return SkipReason.SUSPECT_RUNS_ALONE
-    return SkipReason.PASSED_OVER if _better_elsewhere(state, rank, request) else None
+        return reasons.QUARANTINED
+    return reasons.PASSED_OVER if _better_elsewhere(state, rank, request) else None
 
 
 def _waits_to_run_alone(state: CoreState, rank: RankState, suspect: Request) -> bool:
@@ -110,44 +125,19 @@ def _try_admit(
     """Start the head of the queue, or say why not (which ends the pass)."""
     config = state.config
     hits = rank.kv.look_up(request)
-    computed = len(hits) * config.block_size
-    if defer_prefills and computed < request.num_tokens - 1:
-        return SkipReason.PREFILL_DEFERRED
-    n = request.num_tokens - computed
-    num_padding = 0
-    if n == 1 and _pads(state, plan):
-        num_padding = config.num_speculative_tokens
-        if 1 + num_padding > plan.budget or computed + 1 + num_padding > state.max_model_len:
-            return SkipReason.DRAFTS_EXCEED_STEP
-        n += num_padding
-    if 0 < config.long_prefill_token_threshold < n:
-        n = config.long_prefill_token_threshold
-    if not config.enable_chunked_prefill and n > plan.budget:
-        return SkipReason.PROMPT_EXCEEDS_STEP
-    n = min(n, plan.budget)
+    start = len(hits) * config.block_size
+    if defer_prefills and start < request.num_tokens - 1:
+        return reasons.PREFILL_DEFERRED
+    n = rows.size_row(state, plan, request, start, request.num_tokens, admitting=True)
+    if isinstance(n, SkipReason):
+        return n
     longest = state.max_model_len
-    slots = min(computed + n + config.num_lookahead_slots, longest)
+    slots = min(start + n + config.num_lookahead_slots, longest)
     whole = min(request.num_tokens, longest) if config.scheduler_reserve_full_isl else None
     if not rank.kv.fits_admission(hits, whole=whole, num_slots=slots, others_run=bool(rank.running)):
-        return SkipReason.NO_BLOCKS
+        return reasons.NO_BLOCKS
     _admit(state, rank, plan, request, hits, slots, n)
-    if num_padding:
-        count = n - 1
-        if count > 0:
-            plan.drafts[request] = [-1] * count
     return None
-
-
-def _pads(state: CoreState, plan: StepPlan) -> bool:
-    """Whether a one-token admission is padded to the width of the decodes beside it, so that all rows of the step are
-    alike."""
-    return (
-        state.config.num_speculative_tokens > 0
-        and not state.config.proposes_drafts
-        and bool(plan.requests)
-        and len(plan.requests) > len(plan.admitted)
-        and not plan.prefill_scheduled
-    )
 
 
 def _admit(
@@ -173,5 +163,7 @@ def _admit(
     end = min(request.settled + n, request.num_tokens)
     if end >= request.cache_at:
         plan.cache(request, end)
+    if (num_padding := request.settled + n - request.num_tokens) > 0:
+        plan.drafts[request] = [-1] * num_padding
     plan.add(request, n)
     plan.admitted.append(request)

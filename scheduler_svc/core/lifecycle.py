@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from scheduler_svc.core import reasons
 from scheduler_svc.core.events import AbortCause, EndReason, RequestEnded, RequestPreempted
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.request import Request, Status, transition
-from scheduler_svc.core.skip_reason import SkipReason
 from scheduler_svc.core.state import CoreState
 from scheduler_svc.core.stats import Usage
 
@@ -41,7 +41,7 @@ def preempt(state: CoreState, rank: RankState, victim: Request, *, beneficiary: 
     # The loss of a rank is noticed late: its requests stood still before.
     victim.preempted_at = max(rank.quiet_since, victim.run_since) if cause == "rank_lost" else state.now
     victim.preemption_cause = cause
-    victim.skip_reason, victim.skipped_in_pass = SkipReason.PREEMPTED, state.num_admission_passes
+    victim.skip_reason, victim.skipped_in_pass = reasons.PREEMPTED, state.num_admission_passes
     rank.preempted_ids.append(victim.request_id)
     if rank.is_draining:
         rank.returning.add(victim.sequence)

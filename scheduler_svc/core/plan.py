@@ -1,4 +1,4 @@
-"""The plan of one step while it is made (R2): rows, budget, blocks, and what may still be taken back.
+"""The plan of one step while it is made (R2): rows, budgets, blocks, and what may still be taken back.
 
 Nothing a plan holds is visible to the request's counters before `build`; blocks and cached block hashes are, and
 `withdraw` gives those back. Rows are kept as parallel lists: an object per row would cost more than deciding it."""
@@ -20,13 +20,12 @@ _admission_number = attrgetter("admission_number")
 
 
 class StepPlan:
-    """One step of `rank` under construction, with `budget` tokens left to give."""
+    """One step of `rank` under construction, with `tokens_left` tokens to give."""
 
     __slots__ = (
         "_fence_needs",
         "_cached_before",
         "admitted",
-        "budget",
         "drafts",
         "grown",
         "num_tokens",
@@ -36,11 +35,12 @@ class StepPlan:
         "requests",
         "reserved_free",
         "reserved_parked",
+        "tokens_left",
     )
 
-    def __init__(self, rank: RankState, budget: int) -> None:
+    def __init__(self, rank: RankState, tokens_left: int) -> None:
         self.rank = rank
-        self.budget = budget
+        self.tokens_left = tokens_left
         # Rows in scheduling order: running ones, then admitted ones.
         self.requests: list[Request] = []
         self.num_tokens: list[int] = []
@@ -81,7 +81,7 @@ class StepPlan:
         (ADR 7)."""
         self.requests.append(request)
         self.num_tokens.append(num_tokens)
-        self.budget -= num_tokens
+        self.tokens_left -= num_tokens
 
     def grow(self, request: Request, count: int) -> None:
         self.grown[request] = self.rank.kv.grow(request, count)
@@ -111,7 +111,7 @@ class StepPlan:
         # Rows stand in order of admission.
         index = bisect_left(self.requests, victim.admission_number, key=_admission_number)
         if index < len(self.requests) and self.requests[index] is victim:
-            self.budget += self.num_tokens[index]
+            self.tokens_left += self.num_tokens[index]
             del self.requests[index], self.num_tokens[index]
 
     # --- the result -----------------------------------------------------------------------------------------------

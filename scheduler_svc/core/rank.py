@@ -7,8 +7,8 @@ from bisect import bisect_left
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.inflight import InflightWindow
 from scheduler_svc.core.kv.manager import KvManager
+from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.skip_reason import SkipReason
 
 
 class RankState:

@@ -17,7 +17,7 @@ from scheduler_svc.core.kv.prefix_index import HashChain
 
 if TYPE_CHECKING:
     from scheduler_svc.core.rank import RankState
-    from scheduler_svc.core.skip_reason import SkipReason
+    from scheduler_svc.core.reasons import SkipReason
 
 
 class Status(Enum):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from scheduler_svc.core import lifecycle
+from scheduler_svc.core import lifecycle, reasons, rows
 from scheduler_svc.core.config import PreemptFenced
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.policy import choose_victim
 from scheduler_svc.core.rank import RankState
+from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.request import Request, Status
-from scheduler_svc.core.skip_reason import SkipReason
 from scheduler_svc.core.state import CoreState
 
 # Sentinel of `_consider`: stop the pass.
@@ -22,10 +22,10 @@ def run(state: CoreState, rank: RankState, plan: StepPlan, *, defer_prefills: bo
     is_async, lookahead = state.config.async_scheduling, state.config.num_lookahead_slots
     add_request, add_count = plan.requests.append, plan.num_tokens.append
     rank.stopped_at = None
-    budget = plan.budget
+    left = plan.tokens_left
     for request in rank.running[:]:
-        if budget <= 0:
-            rank.stopped_at = (SkipReason.NO_BUDGET, request.admission_number)
+        if left <= 0:
+            rank.stopped_at = (reasons.NO_BUDGET, request.admission_number)
             break
         awaited = request.awaited
         end = request.settled + request.in_flight + 1
@@ -41,18 +41,18 @@ def run(state: CoreState, rank: RankState, plan: StepPlan, *, defer_prefills: bo
         ):
             n = 1
         else:
-            plan.budget = budget
+            plan.tokens_left = left
             n = _consider(state, rank, plan, request, defer_prefills)
-            budget = plan.budget
+            left = plan.tokens_left
             if n == _END_OF_PASS:
-                rank.stopped_at = (SkipReason.BEHIND_PREEMPTION, request.admission_number)
+                rank.stopped_at = (reasons.BEHIND_PREEMPTION, request.admission_number)
                 break
             if n == 0:
                 continue
         add_request(request)
         add_count(n)
-        budget -= n
-    plan.budget = budget
+        left -= n
+    plan.tokens_left = left
 
 
 def _consider(state: CoreState, rank: RankState, plan: StepPlan, request: Request, defer_prefills: bool) -> int:
@@ -62,13 +62,12 @@ def _consider(state: CoreState, rank: RankState, plan: StepPlan, request: Reques
     if (reason := _must_wait(state, request, defer_prefills)) is not None:
         state.skip(request, reason)
         return 0
-    computed = request.settled + request.in_flight
-    n = _row_length(state, request, computed, plan.budget)
-    if n <= 0:
-        at_limit = request.row_limit <= computed
-        state.skip(request, SkipReason.LENGTH_REACHED if at_limit else SkipReason.AWAITING_RESULT)
+    start = request.settled + request.in_flight
+    n = rows.size_row(state, plan, request, start, request.num_tokens + request.awaited, admitting=False)
+    if isinstance(n, SkipReason):
+        state.skip(request, n)
         return 0
-    end = computed + n
+    end = start + n
     slots = min(end + state.config.num_lookahead_slots, state.max_model_len)
     if slots > request.capacity and not _make_room(state, rank, plan, request, slots):
         return 0 if request.status is Status.RUNNING else _END_OF_PASS
@@ -85,23 +84,13 @@ def _must_wait(state: CoreState, request: Request, defer_prefills: bool) -> Skip
     """Whether the request has nothing to do before some result is in, or is left out on purpose."""
     if request.awaited:
         if not state.config.async_scheduling:
-            return SkipReason.AWAITING_RESULT
+            return reasons.AWAITING_RESULT
         # Every row that samples yields at least one token; drafts may yield none.
         if request.num_tokens + request.awaited - request.awaited_drafts >= request.limit:
-            return SkipReason.LAST_TOKEN_IN_FLIGHT
+            return reasons.LAST_TOKEN_IN_FLIGHT
     if defer_prefills and request.is_prefill_chunk:
-        return SkipReason.PREFILL_DEFERRED
+        return reasons.PREFILL_DEFERRED
     return None
-
-
-def _row_length(state: CoreState, request: Request, computed: int, budget: int) -> int:
-    """How many tokens the row would have: all that is known or awaited, and drafts, within threshold, budget and
-    length."""
-    n = request.num_tokens + request.awaited + len(request.drafts) - computed
-    threshold = state.config.long_prefill_token_threshold
-    if 0 < threshold < n:
-        n = threshold
-    return min(n, budget, request.row_limit - computed)
 
 
 def _take_drafts(plan: StepPlan, request: Request, end: int) -> None:
@@ -120,7 +109,7 @@ def _make_room(state: CoreState, rank: RankState, plan: StepPlan, request: Reque
     while need > plan.num_free_blocks:
         if config.preempt_fenced is PreemptFenced.NEVER and need <= plan.num_free_blocks + plan.num_returning_blocks:
             plan.wait_for_fence(request, need)
-            state.skip(request, SkipReason.WAITING_FOR_FENCE)
+            state.skip(request, reasons.WAITING_FOR_FENCE)
             return False
         victim = choose_victim(rank.running, request, config.policy, config.max_preemptions)
         plan.withdraw(victim)

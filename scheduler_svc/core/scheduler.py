@@ -13,7 +13,7 @@ from __future__ import annotations
 from heapq import heappop
 from typing import assert_never
 
-from scheduler_svc.core import admission, invariants, lifecycle, running, settlement, submission, views
+from scheduler_svc.core import admission, invariants, lifecycle, reasons, running, settlement, submission, views
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.events import (
     AbortCause,
@@ -46,7 +46,6 @@ from scheduler_svc.core.output import SchedulerOutput
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.request import QUEUED, Request, Status
-from scheduler_svc.core.skip_reason import SkipReason
 from scheduler_svc.core.state import CoreState, Totals
 from scheduler_svc.core.throttle import defers_prefills, is_throttled
 from scheduler_svc.core.views import Explanation, RankAuditFacts, RankView
@@ -150,7 +149,7 @@ class Scheduler:
             throttle = is_throttled(state.config.prefill_schedule_interval, rank.num_nonempty_steps)
         defer = defers_prefills(throttle, rank.capacity_bound, rank.num_decodes)
         skips, was_idle = state.totals.skips, not len(rank.window)
-        num_deferred = skips.get(SkipReason.PREFILL_DEFERRED, 0)
+        num_deferred = skips.get(reasons.PREFILL_DEFERRED, 0)
         running.run(state, rank, plan, defer_prefills=defer)
         if self._may_admit(rank, plan):
             admission.run(state, rank, plan, defer_prefills=defer)
@@ -159,7 +158,7 @@ class Scheduler:
             rank.quiet_since = state.now
         if output is not None and output.total_num_tokens:
             rank.num_nonempty_steps += 1
-            state.totals.num_deferring_steps += skips.get(SkipReason.PREFILL_DEFERRED, 0) > num_deferred
+            state.totals.num_deferring_steps += skips.get(reasons.PREFILL_DEFERRED, 0) > num_deferred
             if state.config.drafts_are_placeholders:
                 self._leave_placeholders(rank)
         return output
@@ -177,7 +176,7 @@ class Scheduler:
         if plan.preempted or plan.awaits_fence:
             head = self.state.queue.head()
             if head is not None:
-                reason = SkipReason.STEP_PREEMPTS if plan.preempted else SkipReason.FENCE_AWAITED
+                reason = reasons.STEP_PREEMPTS if plan.preempted else reasons.FENCE_AWAITED
                 self.state.admission_stopped = (reason, head)
                 if head not in plan.preempted:
                     self.state.skip(head, reason)

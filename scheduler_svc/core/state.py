@@ -12,8 +12,8 @@ from scheduler_svc.core.events import Effect, PauseState
 from scheduler_svc.core.kv.manager import PrefixStats
 from scheduler_svc.core.queues import WaitingQueue
 from scheduler_svc.core.rank import RankState
+from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.skip_reason import SkipReason
 
 
 @dataclass(slots=True)

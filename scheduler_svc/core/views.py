@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scheduler_svc.core import reasons
 from scheduler_svc.core.events import PauseState
 from scheduler_svc.core.rank import RankState
+from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.request import Request, Status
-from scheduler_svc.core.skip_reason import SkipReason
 from scheduler_svc.core.state import CoreState
 
 
@@ -83,30 +84,30 @@ def _why_not_scheduled(state: CoreState, rank: RankState, request: Request) -> t
         step_seq = next(r.step_seq for r in rank.window.records if r.fence_seq == request.last_fence)
         return None, f"in step {step_seq} of {rank.name}"
     if state.pause is PauseState.PAUSED_ALL:
-        return SkipReason.PAUSED, SkipReason.PAUSED.value
+        return reasons.PAUSED, reasons.PAUSED.text
     if rank.stopped_at is not None and request.admission_number >= rank.stopped_at[1]:
-        return rank.stopped_at[0], rank.stopped_at[0].value
+        return rank.stopped_at[0], rank.stopped_at[0].text
     if in_newest:
         return None, f"in the last step of {rank.name}, which is answered"
-    reason = request.skip_reason or SkipReason.NOT_EXAMINED
-    return reason, reason.value
+    reason = request.skip_reason or reasons.NOT_EXAMINED
+    return reason, reason.text
 
 
 def _why_not_admitted(state: CoreState, request: Request) -> tuple[SkipReason, str]:
     if not state.ranks:
-        return SkipReason.NO_RANK, SkipReason.NO_RANK.value
+        return reasons.NO_RANK, reasons.NO_RANK.text
     if state.pause is not PauseState.UNPAUSED:
-        return SkipReason.PAUSED, SkipReason.PAUSED.value
+        return reasons.PAUSED, reasons.PAUSED.text
     admitting = [rank for rank in state.ranks.values() if not rank.is_draining or state.is_taken_back(rank, request)]
     if not admitting:
-        return SkipReason.RANK_DRAINING, SkipReason.RANK_DRAINING.value
+        return reasons.RANK_DRAINING, reasons.RANK_DRAINING.text
     if request.skip_reason is not None and request.skipped_in_pass == state.num_admission_passes:
-        return request.skip_reason, request.skip_reason.value
+        return request.skip_reason, request.skip_reason.text
     stopped = state.admission_stopped
     # Whoever it was that stopped the pass may have ended since.
     if stopped is not None and state.requests.get(stopped[1].request_id) is stopped[1]:
         reason, head = stopped
-        return SkipReason.BEHIND, f"behind {head.request_id}, which waits: {reason.value}"
+        return reasons.BEHIND, f"behind {head.request_id}, which waits: {reason.text}"
     if all(rank.window.is_full for rank in admitting):
-        return SkipReason.WINDOW_FULL, SkipReason.WINDOW_FULL.value
-    return SkipReason.NOT_EXAMINED, SkipReason.NOT_EXAMINED.value
+        return reasons.WINDOW_FULL, reasons.WINDOW_FULL.text
+    return reasons.NOT_EXAMINED, reasons.NOT_EXAMINED.text

@@ -14,6 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final, TextIO
 
+from scheduler_svc.core import reasons
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.events import (
     Effect,
@@ -30,8 +31,8 @@ from scheduler_svc.core.events import (
     WorkerProtocolError,
 )
 from scheduler_svc.core.output import NewRow, SchedulerOutput
+from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.skip_reason import SkipReason
 from scheduler_svc.journal import (
     RecordedLine,
     Recording,
@@ -276,13 +277,13 @@ class Story:
 
 
 # Reasons that a running request meets in every other step are not news.
-_WORTH_TELLING: Final = frozenset(SkipReason) - {
-    SkipReason.LAST_TOKEN_IN_FLIGHT,
-    SkipReason.AWAITING_RESULT,
-    SkipReason.LENGTH_REACHED,
-    SkipReason.PREEMPTED,
-    SkipReason.NOT_EXAMINED,
-    SkipReason.WINDOW_FULL,
+_WORTH_TELLING: Final = frozenset(reasons.ALL) - {
+    reasons.LAST_TOKEN_IN_FLIGHT,
+    reasons.AWAITING_RESULT,
+    reasons.LENGTH_REACHED,
+    reasons.PREEMPTED,
+    reasons.NOT_EXAMINED,
+    reasons.WINDOW_FULL,
 }
 
 

@@ -7,28 +7,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from scheduler_svc.core import reasons
 from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.core.events import Effect, PauseState, RequestPreempted
 from scheduler_svc.core.output import SchedulerOutput
 from scheduler_svc.core.rank import RankState
+from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.skip_reason import SkipReason
 
 _RUNNING_REASONS = frozenset(
     {
-        SkipReason.LAST_TOKEN_IN_FLIGHT,
-        SkipReason.AWAITING_RESULT,
-        SkipReason.LENGTH_REACHED,
-        SkipReason.PREFILL_DEFERRED,
-        SkipReason.WAITING_FOR_FENCE,
-        SkipReason.NO_BUDGET,
-        SkipReason.BEHIND_PREEMPTION,
-        SkipReason.PAUSED,
+        reasons.LAST_TOKEN_IN_FLIGHT,
+        reasons.AWAITING_RESULT,
+        reasons.LENGTH_REACHED,
+        reasons.PREFILL_DEFERRED,
+        reasons.WAITING_FOR_FENCE,
+        reasons.NO_BUDGET,
+        reasons.BEHIND_PREEMPTION,
+        reasons.PAUSED,
     }
 )
-_QUEUED_REASONS = frozenset(SkipReason) - (_RUNNING_REASONS - {SkipReason.PREFILL_DEFERRED, SkipReason.NO_BUDGET}) | {
-    SkipReason.PAUSED
+_QUEUED_REASONS = frozenset(reasons.ALL) - (_RUNNING_REASONS - {reasons.PREFILL_DEFERRED, reasons.NO_BUDGET}) | {
+    reasons.PAUSED
 }
 
 
@@ -99,7 +100,7 @@ class PlannedStep:
         """Whether nothing kept the step from admitting: a victim, somebody who waits for a fence, a pause, a drain."""
         rank, state = self.rank, self.scheduler.state
         in_step = {r for r, _ in self.rows}
-        waits = any(r not in in_step and r.skip_reason is SkipReason.WAITING_FOR_FENCE for r in rank.running)
+        waits = any(r not in in_step and r.skip_reason is reasons.WAITING_FOR_FENCE for r in rank.running)
         return not (self.preemptions or waits or rank.is_draining or state.pause is not PauseState.UNPAUSED)
 
 
@@ -215,15 +216,15 @@ def _runs(rank: RankState, request: Request) -> bool:
 
 def _is_true(step: PlannedStep, request: Request, reason: SkipReason | None) -> bool:
     """Whether a stored reason fits what is the case."""
-    if reason in (SkipReason.LAST_TOKEN_IN_FLIGHT, SkipReason.AWAITING_RESULT):
+    if reason in (reasons.LAST_TOKEN_IN_FLIGHT, reasons.AWAITING_RESULT):
         return request.awaited > 0
-    if reason is SkipReason.PREFILL_DEFERRED:
+    if reason is reasons.PREFILL_DEFERRED:
         return step.defers
-    if reason is SkipReason.WAITING_FOR_FENCE:
+    if reason is reasons.WAITING_FOR_FENCE:
         return step.rank.kv.pool.num_parked > 0
-    if reason is SkipReason.NO_BUDGET:
+    if reason is reasons.NO_BUDGET:
         return sum(n for _, n in step.rows) == step.config.step_budget
-    if reason is SkipReason.BEHIND_PREEMPTION:
+    if reason is reasons.BEHIND_PREEMPTION:
         return bool(step.preemptions)
     return True
 
@@ -234,11 +235,11 @@ def the_pass_over_the_queue_ends_for_its_reason(step: PlannedStep) -> Iterator[s
     if stopped is None or not step.looked_at_queue:
         return
     reason, request = stopped
-    if reason is SkipReason.SEQUENCE_LIMIT and len(step.rank.running) < step.config.max_num_seqs:
+    if reason is reasons.SEQUENCE_LIMIT and len(step.rank.running) < step.config.max_num_seqs:
         yield f"{request.request_id} meets no limit of sequences"
-    elif reason is SkipReason.NO_BUDGET and sum(n for _, n in step.rows) < step.config.step_budget:
+    elif reason is reasons.NO_BUDGET and sum(n for _, n in step.rows) < step.config.step_budget:
         yield f"{request.request_id} is left out of a step with tokens to give"
-    elif reason is SkipReason.PREFILL_DEFERRED and not step.defers:
+    elif reason is reasons.PREFILL_DEFERRED and not step.defers:
         yield f"{request.request_id} is deferred in a step that defers nobody"
 
 
@@ -264,9 +265,9 @@ def queued_without_reason(scheduler: Scheduler) -> list[str]:
     for request in state.queue:
         explanation = scheduler.explain(request.request_id)
         reason = None if explanation is None else explanation.reason
-        if reason is SkipReason.NOT_EXAMINED or reason not in _QUEUED_REASONS:
+        if reason is reasons.NOT_EXAMINED or reason not in _QUEUED_REASONS:
             wrong.append(f"{request.request_id} waits and says {reason}")
-        elif explanation is not None and reason is SkipReason.BEHIND:
+        elif explanation is not None and reason is reasons.BEHIND:
             before = explanation.detail.split()[1].rstrip(",")
             if before not in state.requests:
                 wrong.append(f"{request.request_id} stands behind {before}, which is gone")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench import recording, scheduler_step, scheduler_variants
+from tests.bench import compare, recording, scheduler_step, scheduler_variants
 from tests.bench.stepping import BLOCK_SIZE, RANK, Prompts
 
 
@@ -66,3 +66,9 @@ def test_a_recording_is_measured_with_its_steps(tmp_path: Path) -> None:
     assert result["recording_us"] > 0
     # A column of sampled ids at least.
     assert result["bytes_per_step"] > 32 * 4
+
+
+def test_two_checkouts_are_compared_in_turns() -> None:
+    root = Path(__file__).parents[2]
+    found = compare.ratios(root, root, 20, pairs=2, steps=40)
+    assert len(found) == 2 and all(0 < ratio < 100 for ratio in found)

@@ -161,7 +161,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "withdraw forgets the budget",
         "plan:StepPlan.withdraw",
-        "self.budget += self.num_tokens[index]",
+        "self.tokens_left += self.num_tokens[index]",
         "pass",
     ),
     Fault(
@@ -246,8 +246,44 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a request too large for the rank is admitted",
-        "admission:_not_here",
+        "admission:_refusal_here",
         "must_fit and state.blocks_needed(request) > rank.kv.num_usable",
+        "False",
+    ),
+    Fault(
+        "the threshold for long prefills is ignored",
+        "rows:size_row",
+        "0 < config.long_prefill_token_threshold < n",
+        "False",
+    ),
+    Fault(
+        "a running row may pass the end of its sequence",
+        "rows:size_row",
+        "min(n, plan.tokens_left, request.row_limit - start)",
+        "min(n, plan.tokens_left)",
+    ),
+    Fault(
+        "a prompt is cut although prefills are not chunked",
+        "rows:size_row",
+        "not config.enable_chunked_prefill and n > plan.tokens_left",
+        "False",
+    ),
+    Fault(
+        "a row that stands alone is padded",
+        "rows:_padding",
+        "len(plan.requests) > len(plan.admitted)",
+        "True",
+    ),
+    Fault(
+        "padded drafts may be cut",
+        "rows:_padding",
+        "1 + count > plan.tokens_left or start + 1 + count > state.max_model_len",
+        "False",
+    ),
+    Fault(
+        "a request that is put aside stops the pass",
+        "admission:run",
+        "verdict.puts_aside",
         "False",
     ),
     # --- prefix cache ---
@@ -344,7 +380,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a request resumes while its results are in flight",
-        "admission:_not_here",
+        "admission:_refusal_here",
         "state.config.resume_settled",
         "False",
     ),

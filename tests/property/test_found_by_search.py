@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from array import array
 
+from scheduler_svc.core import reasons
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.events import AbortCause, RankDraining, RankJoined, RequestAborted, RequestArrived, StepAcked
 from scheduler_svc.core.output import SchedulerOutput
+from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.skip_reason import SkipReason
 
 
 def scheduler_with(*ranks: str, num_blocks: int = 17, **settings: object) -> Scheduler:
@@ -50,7 +51,7 @@ def test_who_arrives_while_one_rank_drains_and_the_windows_of_the_others_are_ful
     plan(scheduler, "b")
     arrive(scheduler, "waits")
     assert scheduler.schedule("a") is None and scheduler.schedule("b") is None
-    assert reason_of(scheduler, "waits") is SkipReason.WINDOW_FULL
+    assert reason_of(scheduler, "waits") is reasons.WINDOW_FULL
 
 
 def test_nobody_stands_behind_a_request_that_is_gone() -> None:
@@ -59,9 +60,9 @@ def test_nobody_stands_behind_a_request_that_is_gone() -> None:
     arrive(scheduler, "head")
     arrive(scheduler, "behind")
     plan(scheduler, "a")
-    assert reason_of(scheduler, "behind") is SkipReason.BEHIND
+    assert reason_of(scheduler, "behind") is reasons.BEHIND
     scheduler.handle(RequestAborted("head", AbortCause.ABORTED))
-    assert reason_of(scheduler, "behind") is SkipReason.WINDOW_FULL
+    assert reason_of(scheduler, "behind") is reasons.WINDOW_FULL
 
 
 def test_steps_are_counted_from_an_idle_moment_that_an_abort_makes() -> None:

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from scheduler_svc.core import reasons
 from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.core.events import PauseRequested, PauseState, RankDraining
-from scheduler_svc.core.skip_reason import SkipReason
+from scheduler_svc.core.reasons import SkipReason
 from tests.support.core_harness import World
 
 CONFIG = SchedulerConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64)
@@ -202,7 +203,25 @@ def never_fits_here() -> World:
     return world
 
 
-def suspect_runs_alone() -> World:
+def quarantined() -> World:
+    """Two workers failed under it, and the two that are left compute others; the first one is kept for it."""
+    world = World(CONFIG, ranks={"r0": 20, "r1": 20, "r2": 20})
+    world.submit("it", 5, 9)
+    world.schedule("r0")
+    world.lose("r0")
+    world.join("r0", 20)
+    world.schedule("r0")
+    for rank in ("r1", "r2"):
+        world.submit(f"on {rank}", 5, 9)
+        world.schedule(rank)
+    world.lose("r0")
+    for rank in ("r1", "r2"):
+        world.ack(rank)
+        world.schedule(rank)
+    return world
+
+
+def rank_quarantined() -> World:
     world = World(CONFIG)
     world.submit("suspect", 5, 9)
     for _ in range(2):
@@ -270,32 +289,33 @@ def not_examined() -> World:
 
 
 CASES: list[tuple[Callable[[], World], SkipReason]] = [
-    (last_token_in_flight, SkipReason.LAST_TOKEN_IN_FLIGHT),
-    (awaiting_result, SkipReason.AWAITING_RESULT),
-    (length_reached, SkipReason.LENGTH_REACHED),
-    (prefill_deferred, SkipReason.PREFILL_DEFERRED),
-    (chunk_deferred, SkipReason.PREFILL_DEFERRED),
-    (waiting_for_fence, SkipReason.WAITING_FOR_FENCE),
-    (no_budget_for_a_waiting_one, SkipReason.NO_BUDGET),
-    (preempted, SkipReason.PREEMPTED),
-    (behind_preemption, SkipReason.BEHIND_PREEMPTION),
-    (sequence_limit, SkipReason.SEQUENCE_LIMIT),
-    (no_blocks, SkipReason.NO_BLOCKS),
-    (prompt_exceeds_step, SkipReason.PROMPT_EXCEEDS_STEP),
-    (drafts_exceed_step, SkipReason.DRAFTS_EXCEED_STEP),
-    (step_preempts, SkipReason.STEP_PREEMPTS),
-    (fence_awaited, SkipReason.FENCE_AWAITED),
-    (result_in_flight, SkipReason.RESULT_IN_FLIGHT),
-    (passed_over, SkipReason.PASSED_OVER),
-    (never_fits_here, SkipReason.NEVER_FITS_HERE),
-    (suspect_runs_alone, SkipReason.SUSPECT_RUNS_ALONE),
-    (grammar_not_ready, SkipReason.GRAMMAR_NOT_READY),
-    (paused, SkipReason.PAUSED),
-    (paused_running, SkipReason.PAUSED),
-    (rank_draining, SkipReason.RANK_DRAINING),
-    (window_full, SkipReason.WINDOW_FULL),
-    (no_rank, SkipReason.NO_RANK),
-    (not_examined, SkipReason.NOT_EXAMINED),
+    (last_token_in_flight, reasons.LAST_TOKEN_IN_FLIGHT),
+    (awaiting_result, reasons.AWAITING_RESULT),
+    (length_reached, reasons.LENGTH_REACHED),
+    (prefill_deferred, reasons.PREFILL_DEFERRED),
+    (chunk_deferred, reasons.PREFILL_DEFERRED),
+    (waiting_for_fence, reasons.WAITING_FOR_FENCE),
+    (no_budget_for_a_waiting_one, reasons.NO_BUDGET),
+    (preempted, reasons.PREEMPTED),
+    (behind_preemption, reasons.BEHIND_PREEMPTION),
+    (sequence_limit, reasons.SEQUENCE_LIMIT),
+    (no_blocks, reasons.NO_BLOCKS),
+    (prompt_exceeds_step, reasons.PROMPT_EXCEEDS_STEP),
+    (drafts_exceed_step, reasons.DRAFTS_EXCEED_STEP),
+    (step_preempts, reasons.STEP_PREEMPTS),
+    (fence_awaited, reasons.FENCE_AWAITED),
+    (result_in_flight, reasons.RESULT_IN_FLIGHT),
+    (passed_over, reasons.PASSED_OVER),
+    (never_fits_here, reasons.NEVER_FITS_HERE),
+    (quarantined, reasons.QUARANTINED),
+    (rank_quarantined, reasons.RANK_QUARANTINED),
+    (grammar_not_ready, reasons.GRAMMAR_NOT_READY),
+    (paused, reasons.PAUSED),
+    (paused_running, reasons.PAUSED),
+    (rank_draining, reasons.RANK_DRAINING),
+    (window_full, reasons.WINDOW_FULL),
+    (no_rank, reasons.NO_RANK),
+    (not_examined, reasons.NOT_EXAMINED),
 ]
 
 
@@ -306,7 +326,7 @@ def test_reasons(build: Callable[[], World], expected: SkipReason) -> None:
 
 def test_every_reason_is_reached() -> None:
     """BEHIND, and a running request without budget, have tests of their own below."""
-    assert {expected for _, expected in CASES} == set(SkipReason) - {SkipReason.BEHIND}
+    assert {expected for _, expected in CASES} == set(reasons.ALL) - {reasons.BEHIND}
 
 
 def test_who_runs_is_named_with_its_step() -> None:
@@ -342,14 +362,14 @@ def test_running_requests_behind_the_budget() -> None:
     world.step()
     world.scheduler.state.config = replace(world.config, max_num_scheduled_tokens=1)
     world.schedule()
-    assert (reason(world, "first"), reason(world, "second")) == (None, SkipReason.NO_BUDGET)
+    assert (reason(world, "first"), reason(world, "second")) == (None, reasons.NO_BUDGET)
 
 
 def test_whoever_stands_behind_is_told_behind_whom_and_why() -> None:
     world = no_blocks()
     world.submit("later", 2, 2)
     explanation = world.scheduler.explain("later")
-    assert explanation is not None and explanation.reason is SkipReason.BEHIND
+    assert explanation is not None and explanation.reason is reasons.BEHIND
     assert explanation.detail == "behind it, which waits: too few KV blocks are free"
 
 
@@ -361,15 +381,15 @@ def test_a_head_that_is_overtaken_by_a_victim_stands_behind_it() -> None:
     world.schedule()
     world.submit("c", 12, 2)
     world.schedule()
-    assert reason(world, "c") is SkipReason.NO_BLOCKS
+    assert reason(world, "c") is reasons.NO_BLOCKS
     while not world.preemptions:
         world.turn()
-    assert world.waiting == ["b", "c"] and reason(world, "b") is SkipReason.PREEMPTED
-    assert reason(world, "c") is SkipReason.BEHIND
+    assert world.waiting == ["b", "c"] and reason(world, "b") is reasons.PREEMPTED
+    assert reason(world, "c") is reasons.BEHIND
     world.turn()
     world.turn()
     assert world.waiting == ["b", "c"]
-    assert (reason(world, "b"), reason(world, "c")) == (SkipReason.NO_BLOCKS, SkipReason.BEHIND)
+    assert (reason(world, "b"), reason(world, "c")) == (reasons.NO_BLOCKS, reasons.BEHIND)
     world.run()
     world.check_texts()
 
@@ -385,7 +405,7 @@ def test_of_two_victims_the_second_stands_behind_the_first_from_the_next_step_on
     world.step()
     assert world.waiting == ["c"] or world.waiting == ["b", "c"]
     for request_id in world.waiting[1:]:
-        assert reason(world, request_id) is SkipReason.BEHIND
+        assert reason(world, request_id) is reasons.BEHIND
     world.run()
     world.check_texts()
 
@@ -397,13 +417,13 @@ def test_a_draining_rank_does_not_make_reasons_stale() -> None:
     world.handle(RankDraining("r1"))
     world.schedule("r0")
     world.schedule("r1")
-    assert reason(world, "it") is SkipReason.NO_BLOCKS
+    assert reason(world, "it") is reasons.NO_BLOCKS
 
 
 def test_who_stopped_the_pass_and_ended_is_not_named_any_more() -> None:
     world = no_blocks()
     world.submit("later", 2, 2)
     world.abort("it")
-    assert reason(world, "later") is SkipReason.NOT_EXAMINED
+    assert reason(world, "later") is reasons.NOT_EXAMINED
     world.schedule()
     assert reason(world, "later") is None

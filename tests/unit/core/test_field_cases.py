@@ -14,11 +14,10 @@ from itertools import pairwise, product
 
 import pytest
 
-from scheduler_svc.core import invariants
+from scheduler_svc.core import invariants, reasons
 from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.core.events import DrainStarted, EndReason, RefusalReason, StepAcked, TextEnded, WorkerProtocolError
 from scheduler_svc.core.kv.prefix_index import HashChain
-from scheduler_svc.core.skip_reason import SkipReason
 from scheduler_svc.core.throttle import defers_prefills
 from tests.support.core_harness import Client, World, expected_tokens, hashed_token
 
@@ -483,7 +482,7 @@ def test_f34_no_preemption_at_all_when_enough_is_returning() -> None:
     output = world.schedule()
     assert world.rows_of(output) == [("c", 1)] and not world.preemptions
     explanation = world.scheduler.explain("a")
-    assert explanation is not None and explanation.reason is SkipReason.WAITING_FOR_FENCE
+    assert explanation is not None and explanation.reason is reasons.WAITING_FOR_FENCE
     world.ack()
     assert world.rows_of(world.schedule()) == [("a", 1), ("c", 1)]
     world.run()

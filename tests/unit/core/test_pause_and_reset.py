@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from scheduler_svc.core import reasons
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.events import PauseRequested, PauseState
-from scheduler_svc.core.skip_reason import SkipReason
+from scheduler_svc.core.reasons import SkipReason
 from tests.support.core_harness import World
 
 CONFIG = SchedulerConfig(block_size=4, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64)
@@ -31,7 +32,7 @@ def test_paused_for_new_ones_running_requests_finish() -> None:
     pause(world, PauseState.PAUSED_NEW)
     second = world.submit("second", 5, 4)
     while world.turn():
-        assert world.waiting == ["second"] and reason(world, "second") is SkipReason.PAUSED
+        assert world.waiting == ["second"] and reason(world, "second") is reasons.PAUSED
     assert len(first.tokens) == 4 and second.tokens == []
     pause(world, PauseState.UNPAUSED)
     world.run()
@@ -46,7 +47,7 @@ def test_paused_for_all_nothing_runs_but_ids_are_told() -> None:
     while world.answers["r0"]:
         world.ack()
     pause(world, PauseState.PAUSED_ALL)
-    assert world.schedule() is None and reason(world, "a") is SkipReason.PAUSED
+    assert world.schedule() is None and reason(world, "a") is reasons.PAUSED
     world.abort("a")
     output = world.schedule()
     assert output is not None and not output.rows and output.finished_request_ids == ("a",)
@@ -66,7 +67,7 @@ def test_results_come_in_during_a_pause() -> None:
     world.ack()
     world.ack()
     assert len(client.tokens) == 2 and world.schedule() is None
-    assert reason(world, "a") is SkipReason.PAUSED
+    assert reason(world, "a") is reasons.PAUSED
     pause(world, PauseState.UNPAUSED)
     world.run()
     world.check_texts()
@@ -109,7 +110,7 @@ def test_dropped_results_do_not_hold_up_others() -> None:
     assert world.reset(preempt_running=True) is True
     world.submit("b", 5, 6)
     assert world.rows_of(world.schedule()) == [("b", 5)]
-    assert reason(world, "a") is SkipReason.RESULT_IN_FLIGHT
+    assert reason(world, "a") is reasons.RESULT_IN_FLIGHT
     world.ack()
     world.ack()
     output = world.schedule()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from scheduler_svc.core import reasons
 from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.core.plan import StepPlan
-from scheduler_svc.core.skip_reason import SkipReason
 from tests.support.core_harness import World
 
 CONFIG = SchedulerConfig(block_size=4, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128)
@@ -30,14 +30,14 @@ def test_withdraw_gives_back_tokens_drafts_blocks_entry_and_hashes() -> None:
         plan.num_tokens.append(3)
         plan.drafts[request] = [1, 2]
         plan.grow(request, 1)
-        plan.budget -= 3
+        plan.tokens_left -= 3
     b.tokens.extend([1, 2, 3])
     b.num_tokens += 3
     index_before = len(world.rank().kv.pool.index)
     plan.cache(b, 8)
     assert b.num_cached == cached + 1 and len(world.rank().kv.pool.index) == index_before + 1
     plan.withdraw(b)
-    assert (plan.budget, plan.requests, plan.num_tokens) == (7, [a], [3])
+    assert (plan.tokens_left, plan.requests, plan.num_tokens) == (7, [a], [3])
     assert list(plan.drafts) == [a] and list(plan.grown) == [a]
     assert b.num_cached == cached and b.cache_at == 8
     assert len(world.rank().kv.pool.index) == index_before
@@ -48,9 +48,9 @@ def test_withdraw_of_one_without_a_row_changes_no_budget() -> None:
     plan = StepPlan(world.rank(), 10)
     plan.requests.append(world.request("a"))
     plan.num_tokens.append(4)
-    plan.budget = 6
+    plan.tokens_left = 6
     plan.withdraw(world.request("c"))
-    assert (plan.budget, len(plan.requests)) == (6, 1)
+    assert (plan.tokens_left, len(plan.requests)) == (6, 1)
 
 
 def test_withdraw_gives_back_claims_on_returning_blocks() -> None:
@@ -145,7 +145,7 @@ def test_free_and_returning_blocks_are_kept_for_the_one_in_front() -> None:
     assert world.rows_of(output) == [] and [p.victim for p in world.preemptions] == ["b"]
     explanation = world.scheduler.explain("a")
     assert explanation is not None
-    assert world.request("a").skip_reason is SkipReason.WAITING_FOR_FENCE and world.free() == 1
+    assert world.request("a").skip_reason is reasons.WAITING_FOR_FENCE and world.free() == 1
     world.ack()
     assert world.rows_of(world.schedule()) == [("a", 8)]
     world.run()
@@ -169,7 +169,7 @@ def test_nobody_is_admitted_while_someone_waits_for_a_fence() -> None:
     world.submit("little", 2, 2)
     output = world.schedule()
     assert world.rows_of(output) == [] and world.waiting == ["little"]
-    assert world.request("little").skip_reason is SkipReason.FENCE_AWAITED
+    assert world.request("little").skip_reason is reasons.FENCE_AWAITED
     world.ack()
     assert world.rows_of(world.schedule()) == [("a", 1), ("little", 2)]
     world.run()
@@ -189,7 +189,7 @@ def test_a_victim_that_waited_for_a_fence_leaves_its_claim_to_the_one_who_needed
     world.abort("gone")
     output = world.schedule()
     assert world.rows_of(output) == [] and [p.victim for p in world.preemptions] == ["low"]
-    assert world.request("high").skip_reason is SkipReason.WAITING_FOR_FENCE
+    assert world.request("high").skip_reason is reasons.WAITING_FOR_FENCE
     world.ack()
     assert world.rows_of(world.schedule())[0] == ("high", 1)
     world.run()

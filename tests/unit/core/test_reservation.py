@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from array import array
 
-from scheduler_svc.core import invariants
+from scheduler_svc.core import invariants, reasons
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.events import RankJoined, RankLost, RequestArrived, StepAcked
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.skip_reason import SkipReason
 
 
 def run_alone_and_lose(scheduler: Scheduler, name: str, usable: int, *, epoch: int) -> None:
@@ -33,7 +32,7 @@ def test_a_rank_that_can_never_hold_a_suspect_is_not_reserved_for_it() -> None:
     for step_seq in (1, 2):
         explanation = scheduler.explain("suspect")
         assert explanation is not None
-        assert explanation.reason is SkipReason.NEVER_FITS_HERE
+        assert explanation.reason is reasons.NEVER_FITS_HERE
         scheduler.handle(StepAcked("small", 3, step_seq, [7]))
         scheduler.schedule("small")
         invariants.check(scheduler.state)

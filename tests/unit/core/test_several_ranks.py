@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from scheduler_svc.core import reasons
 from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.core.events import EndReason, RankDraining, RefusalReason, StepAcked
-from scheduler_svc.core.skip_reason import SkipReason
+from scheduler_svc.core.reasons import SkipReason
 from tests.support.core_harness import World, expected_tokens
 
 CONFIG = SchedulerConfig(block_size=4, max_num_seqs=2, max_num_batched_tokens=32, no_worker_grace_s=30.0)
@@ -46,7 +47,7 @@ def test_a_rank_leaves_a_request_to_the_one_with_the_longer_cached_prefix() -> N
     world.submit("b", 5, 3)
     world.schedule("r0")
     assert world.running("r0") == ["b"], "passing over a continues the pass"
-    assert reason(world, "a") is SkipReason.PASSED_OVER
+    assert reason(world, "a") is reasons.PASSED_OVER
     output = world.schedule("r1")
     assert output is not None and output.new_requests[0].num_computed_tokens == 12
     world.run()
@@ -75,7 +76,7 @@ def test_an_admission_gives_the_passes_back() -> None:
     assert world.running("r0") == ["a"]
     world.lose("r0")
     world.join("r0", 20)
-    assert world.schedule("r0") is None and reason(world, "a") is SkipReason.PASSED_OVER
+    assert world.schedule("r0") is None and reason(world, "a") is reasons.PASSED_OVER
     world.run()
     world.check_texts()
 
@@ -126,7 +127,7 @@ def test_a_rank_too_small_for_it_is_no_reason_to_wait() -> None:
     warm(world, "small", prompt)
     client = world.submit("a", [*prompt, 50], 12)
     assert world.schedule("small") is None
-    assert reason(world, "a") is SkipReason.NEVER_FITS_HERE
+    assert reason(world, "a") is reasons.NEVER_FITS_HERE
     assert world.schedule("large") is not None
     world.run()
     assert client.tokens == expected_tokens(client.prompt, 12)
@@ -154,7 +155,7 @@ def test_after_the_large_rank_died_its_request_waits_and_fails_while_others_run(
     for _ in range(8):
         world.turn()
     assert little.reason is EndReason.LENGTH and big.ended is None
-    assert reason(world, "big") is SkipReason.NEVER_FITS_HERE
+    assert reason(world, "big") is reasons.NEVER_FITS_HERE
     world.tick(29.0)
     assert big.ended is None
     assert world.scheduler.next_deadline() == 30.0
@@ -181,7 +182,7 @@ def test_requests_wait_while_no_rank_lives_and_new_ones_until_the_grace_is_over(
     first = world.submit("first", 5, 4)
     world.schedule()
     world.lose("r0")
-    assert reason(world, "first") is SkipReason.NO_RANK
+    assert reason(world, "first") is reasons.NO_RANK
     world.tick(29.9)
     assert world.submit("in time", 5, 4).accepted
     world.tick(30.0)
@@ -241,7 +242,7 @@ def test_a_moved_request_waits_for_its_late_results() -> None:
     world.schedule("r0")
     world.schedule("r0")
     world.handle(RankDraining("r0"))
-    assert world.schedule("r1") is None and reason(world, "a") is SkipReason.RESULT_IN_FLIGHT
+    assert world.schedule("r1") is None and reason(world, "a") is reasons.RESULT_IN_FLIGHT
     world.ack("r0")
     assert world.schedule("r1") is None
     world.ack("r0")
@@ -273,7 +274,7 @@ def test_the_only_rank_draining_finishes_what_runs_and_says_why_others_wait() ->
     for _ in range(6):
         world.turn()
     assert running.reason is EndReason.LENGTH
-    assert reason(world, "b") is SkipReason.RANK_DRAINING
+    assert reason(world, "b") is reasons.RANK_DRAINING
 
 
 @pytest.mark.parametrize("others", [{}, {"small": 4}], ids=["alone", "beside a small one"])
@@ -288,10 +289,10 @@ def test_whom_a_draining_rank_preempts_it_takes_back(others: dict[str, int]) -> 
     while any(client.ended is None for client in clients):
         assert world.turn(), [str(world.scheduler.explain(name)) for name in "ab"]
         if world.waiting == ["b", "later"]:
-            assert reason(world, "b") not in (SkipReason.RANK_DRAINING, SkipReason.NOT_EXAMINED)
+            assert reason(world, "b") not in (reasons.RANK_DRAINING, reasons.NOT_EXAMINED)
     assert [p.cause for p in world.preemptions] == ["blocks"], "b had to go once"
     assert all(client.reason is EndReason.LENGTH for client in clients)
-    assert reason(world, "later") in (SkipReason.RANK_DRAINING, SkipReason.NEVER_FITS_HERE), "it never ran there"
+    assert reason(world, "later") in (reasons.RANK_DRAINING, reasons.NEVER_FITS_HERE), "it never ran there"
     world.check_texts()
 
 

@@ -3,9 +3,10 @@ third."""
 
 from __future__ import annotations
 
+from scheduler_svc.core import reasons
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.events import EndReason
-from scheduler_svc.core.skip_reason import SkipReason
+from scheduler_svc.core.reasons import SkipReason
 from tests.support.core_harness import World
 
 CONFIG = SchedulerConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
@@ -111,7 +112,7 @@ def test_a_suspect_runs_alone_and_the_others_after_it() -> None:
     world.submit("innocent", 5, 6)
     world.schedule()
     assert world.running() == ["poison"]
-    assert reason(world, "innocent") is SkipReason.SUSPECT_RUNS_ALONE
+    assert reason(world, "innocent") is reasons.RANK_QUARANTINED
     world.ack()
     world.schedule()
     assert world.running() == ["poison", "innocent"], "it has a token: nothing sets it apart any more"
@@ -150,7 +151,7 @@ def test_a_suspect_waits_until_its_rank_is_empty_while_nobody_else_comes_in() ->
     world.submit("later", 5, 6)
     world.schedule("r1")
     assert world.running("r1") == ["busy"] and world.rank("r1").reserved_for is world.request("poison")
-    assert reason(world, "poison") is SkipReason.SUSPECT_RUNS_ALONE
+    assert reason(world, "poison") is reasons.RANK_QUARANTINED
     order = []
     while world.scheduler.num_live_requests:
         world.turn()
@@ -187,7 +188,7 @@ def test_another_rank_goes_on_while_one_is_reserved() -> None:
     world.submit("later", 5, 6)
     world.schedule("r2")
     assert world.running("r2") == ["busy two", "later"], "the suspect is put aside there"
-    assert reason(world, "poison") is SkipReason.SUSPECT_RUNS_ALONE
+    assert reason(world, "poison") is reasons.QUARANTINED
     world.run()
     world.check_texts()
 

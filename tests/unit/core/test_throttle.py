@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from scheduler_svc.core import reasons
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.skip_reason import SkipReason
 from scheduler_svc.core.throttle import defers_prefills, is_throttled
 from tests.support.core_harness import World
 
@@ -43,7 +43,7 @@ def test_a_prefill_waits_for_the_aligned_step() -> None:
     world.submit("prefill", 4, 4)
     assert started(world, 1) == [[]]
     explanation = world.scheduler.explain("prefill")
-    assert explanation is not None and explanation.reason is SkipReason.PREFILL_DEFERRED
+    assert explanation is not None and explanation.reason is reasons.PREFILL_DEFERRED
     assert started(world, 3) == [[], [], ["prefill"]]
     world.run()
     world.check_texts()
@@ -60,7 +60,7 @@ def test_a_chunk_waits_as_well() -> None:
     for _ in range(3):
         assert world.rows_of(world.step()) == [("decode", 1)]
         explanation = world.scheduler.explain("long")
-        assert explanation is not None and explanation.reason is SkipReason.PREFILL_DEFERRED
+        assert explanation is not None and explanation.reason is reasons.PREFILL_DEFERRED
     assert world.rows_of(world.step()) == [("decode", 1), ("long", 5)]
     assert world.scheduler.totals.num_deferring_steps >= 3
     world.run()
@@ -79,7 +79,7 @@ def test_only_steps_that_left_a_prompt_out_count_as_deferring() -> None:
     while world.request("prefill").rank is None:
         world.step()
         num_steps += 1
-    assert totals.num_deferring_steps == totals.skips[SkipReason.PREFILL_DEFERRED] == num_steps - 1 > 0
+    assert totals.num_deferring_steps == totals.skips[reasons.PREFILL_DEFERRED] == num_steps - 1 > 0
     world.run()
 
 

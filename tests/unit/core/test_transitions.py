@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from scheduler_svc.core import reasons
 from scheduler_svc.core.events import GrammarReady
 from scheduler_svc.core.request import BLOCKED, FINISHED, LIVE, QUEUED, TRANSITIONS, Status, transition
-from scheduler_svc.core.skip_reason import SkipReason
 from tests.support.core_harness import World
 from tests.unit.core.test_queues import request
 
@@ -94,4 +94,4 @@ def test_every_reason_is_explained() -> None:
     text = (ROOT / "docs" / "scheduling.md").read_text(encoding="utf-8")
     who = ("| waiting |", "| running |", "| both |")
     rows = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `") and any(w in line for w in who)]
-    assert sorted(rows) == sorted(reason.name for reason in SkipReason)
+    assert sorted(rows) == sorted(reason.name for reason in reasons.ALL)

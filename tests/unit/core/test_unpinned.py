@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.core import lifecycle
+from scheduler_svc.core import lifecycle, reasons
 from scheduler_svc.core.config import Fence, Policy, SchedulerConfig
 from scheduler_svc.core.events import (
     DraftsProposed,
@@ -17,9 +17,9 @@ from scheduler_svc.core.events import (
     RequestArrived,
     StepAcked,
 )
+from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.request import Status
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.skip_reason import SkipReason
 from tests.support.core_harness import World, expected_tokens
 
 REFERENCE = SchedulerConfig.reference(
@@ -56,7 +56,7 @@ def test_a_running_request_without_a_token_to_compute_does_not_end_the_pass() ->
         world.step()
     world.submit("behind", 3, 6)
     assert world.rows_of(world.step()) == [("behind", 3)]
-    assert reason(world, "stuck") is SkipReason.LENGTH_REACHED
+    assert reason(world, "stuck") is reasons.LENGTH_REACHED
     while world.scheduler.num_live_requests > 1:
         assert [row[0] for row in world.rows_of(world.step())] == ["behind"]
     world.check_texts()
@@ -109,7 +109,7 @@ def test_padding_looks_at_the_model_length(length: int, admitted: bool) -> None:
     assert output is not None and list(output.num_tokens) == ([1, 3] if admitted else [1])
     if not admitted:
         explanation = scheduler.explain("one")
-        assert explanation is not None and explanation.reason is SkipReason.DRAFTS_EXCEED_STEP
+        assert explanation is not None and explanation.reason is reasons.DRAFTS_EXCEED_STEP
 
 
 # --- gates and lanes ----------------------------------------------------------------------------------------------
