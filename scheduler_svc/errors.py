@@ -97,7 +97,6 @@ _ENDED_FROM_OUTSIDE: Final = {
     AbortCause.SLOW_READER: (Code.RESOURCE_EXHAUSTED, "SLOW_READER", "the client reads too slowly"),
     AbortCause.DEADLINE: (Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the deadline of the call passed"),
     AbortCause.DRAINED: (Code.UNAVAILABLE, "DRAINING", "the scheduler shut down before the request was done"),
-    AbortCause.STOPPED: (Code.CANCELLED, "ABORTED", "the request was stopped"),
 }
 
 _FAILED: Final = {

@@ -27,8 +27,8 @@ class MetricsSink(Protocol):
     def rank_changed(self, rank: str, state: str, epoch: int) -> None:
         """A rank's state is now "connecting", "up", "draining" or "lost"."""
 
-    def epoch_ended(self, rank: str, blameless: bool) -> None:
-        """An epoch that had joined is over; blameless: it was to be (drained, let go). Told once for each."""
+    def epoch_ended(self, rank: str, graceful: bool) -> None:
+        """An epoch that had joined is over; graceful: it was to be (drained, let go). Told once for each."""
 
     def turn(self, num_events: int, duration_s: float) -> None:
         """The loop took so many events in one turn."""
@@ -52,7 +52,7 @@ class NullMetrics:
     def rank_changed(self, rank: str, state: str, epoch: int) -> None:
         """See MetricsSink."""
 
-    def epoch_ended(self, rank: str, blameless: bool) -> None:
+    def epoch_ended(self, rank: str, graceful: bool) -> None:
         """See MetricsSink."""
 
     def turn(self, num_events: int, duration_s: float) -> None:

@@ -4,7 +4,7 @@ A recording is a text file of JSON lines (docs/recording.md): a header with form
 events in the order the core took them, and in between every call of `schedule` with its answer. The last line says why
 the recording ended; without one the process died, or still runs, and the file is good up to its last complete line.
 
-    {"recording":"stepfence","version":1,"stepfence":"0.1.0","config":{...}}
+    {"recording":"stepfence","version":2,"stepfence":"0.1.0","config":{...}}
     {"event":"Tick","now":12.5}
     {"event":"RequestArrived","request_id":"a","handle":1,"prompt":"AQAAAA==",...}
     {"schedule":"worker-0","step":{...}}
@@ -43,7 +43,7 @@ from scheduler_svc.core.output import SchedulerOutput
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 DEFAULT_MAX_BYTES: Final = 1 << 30
 
 # Lines gathered before they are written although nobody asked for it. Characters.

@@ -137,9 +137,9 @@ class SchedulerLoop:
         """See RankInbox."""
         self.post(_Joined(client, event))
 
-    def rank_lost(self, rank: str, epoch: int, reason: str, blameless: bool) -> None:
+    def rank_lost(self, rank: str, epoch: int, reason: str, graceful: bool) -> None:
         """See RankInbox."""
-        self.post(_Lost(epoch, RankLost(rank, reason, blameless)))
+        self.post(_Lost(epoch, RankLost(rank, reason, graceful)))
 
     def rank_draining(self, event: RankDraining, epoch: int) -> None:
         """See RankInbox."""

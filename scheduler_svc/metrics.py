@@ -191,9 +191,9 @@ class PrometheusMetrics:
         known = self._rank(rank)
         known.state, known.epoch = state, epoch
 
-    def epoch_ended(self, rank: str, blameless: bool) -> None:
+    def epoch_ended(self, rank: str, graceful: bool) -> None:
         """See MetricsSink."""
-        _count(self.facts.losses, "left" if blameless else "lost")
+        _count(self.facts.losses, "left" if graceful else "lost")
 
     def turn(self, num_events: int, duration_s: float) -> None:
         """See MetricsSink."""

@@ -96,8 +96,6 @@ def core_config(settings: SchedulerSettings) -> SchedulerConfig:
         watermark=settings.watermark,
         max_inflight_steps=settings.max_inflight_steps,
         num_speculative_tokens=settings.num_speculative_tokens,
-        # A row with drafts continues the last known token, so it waits for the result before it.
-        async_scheduling=settings.num_speculative_tokens == 0,
         prefill_schedule_interval=settings.prefill_schedule_interval,
         max_preemptions=settings.max_preemptions,
         max_fruitless_epochs=settings.max_fruitless_epochs,

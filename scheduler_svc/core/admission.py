@@ -40,7 +40,7 @@ def run(state: CoreState, rank: RankState, plan: StepPlan, *, defer_prefills: bo
         return
     state.admission_stopped = stopped
     if not defer_prefills:
-        rank.capacity_bound = len(queue.waiting) > 0
+        rank.throttle.capacity_bound = len(queue.waiting) > 0
 
 
 def _candidate(state: CoreState, rank: RankState) -> Request | None:
@@ -70,10 +70,10 @@ def _refusal_here(state: CoreState, rank: RankState, request: Request) -> SkipRe
         if not request.grammar_ready:
             return reasons.GRAMMAR_NOT_READY
         transition(request, Status.WAITING)
-    if state.config.resume_settled and request.num_preemptions and request.has_rows_in_flight:
+    if state.config.rules.resume_settled and request.num_preemptions and request.has_rows_in_flight:
         return reasons.RESULT_IN_FLIGHT
     # The reference lets a request run that its only rank can never hold.
-    must_fit = state.config.refuse_infeasible or len(state.ranks) > 1
+    must_fit = state.config.rules.refuse_infeasible or len(state.ranks) > 1
     if must_fit and state.blocks_needed(request) > rank.kv.num_usable:
         return reasons.NEVER_FITS_HERE
     if rank.reserved_for is request:

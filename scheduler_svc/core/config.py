@@ -5,27 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from scheduler_svc.core.rules import DEFAULT, VLLM_0_25_1, SchedulingRules
+
 
 class Policy(str, Enum):
     """Order of the waiting queue and choice of the victim."""
 
     FCFS = "fcfs"
     PRIORITY = "priority"
-
-
-class Fence(str, Enum):
-    """Which frees wait for the acknowledgement of the newest step: every one, none, or (reference) those beside
-    transfers."""
-
-    ALWAYS = "always"
-    TRANSFERS = "transfers"
-
-
-class PreemptFenced(str, Enum):
-    """Whether to preempt when blocks that wait for their fence would cover the need."""
-
-    NEVER = "never"
-    ALLOWED = "allowed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +42,10 @@ class SchedulerConfig:
     num_speculative_tokens: int = 0
     # Slots allocated beyond the scheduled tokens (draft models); reference cases only.
     num_lookahead_slots: int = 0
-    # The scheduler's own order of late results (semantics section 16). False: drafts come from outside, after each
-    # result.
-    async_scheduling: bool = True
     prefill_schedule_interval: int = 1
-
-    # Tell the worker of finished requests it never had (the reference does).
-    announce_unsent: bool = False
-    # Propose drafts here; otherwise they come from outside (DraftsProposed).
-    internal_proposer: bool = True
-
-    fence: Fence = Fence.ALWAYS
-    preempt_fenced: PreemptFenced = PreemptFenced.NEVER
     # Victims preempted this often are spared while another exists; None = off.
     max_preemptions: int | None = 3
-    # Refuse what can never run (True) or accept it as the reference does.
-    refuse_infeasible: bool = True
-    resume_settled: bool = True
-    # A row that must yield a token and yields none is a wrong answer (contract rule 9); the reference takes its drafts
-    # for rejected and computes it again.
-    refuse_empty_rows: bool = True
+    rules: SchedulingRules = DEFAULT
 
     # Epochs in a row that may end under a request without a token before it fails; 0 = off.
     max_fruitless_epochs: int = 3
@@ -84,15 +55,10 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         self._check_ranges()
-        if self.max_num_batched_tokens < self.max_num_seqs and self.refuse_infeasible:
+        if self.max_num_batched_tokens < self.max_num_seqs and self.rules.refuse_infeasible:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running request needs one token a step"
-            )
-        if self.proposes_drafts and self.async_scheduling:
-            raise ValueError(
-                "num_speculative_tokens needs async_scheduling off: drafts continue the last known token, "
-                "so a row with drafts waits for the result before it"
             )
         if not self.enable_chunked_prefill and self.step_budget < self.max_model_len:
             raise ValueError(
@@ -120,24 +86,21 @@ class SchedulerConfig:
 
     @property
     def proposes_drafts(self) -> bool:
-        return self.num_speculative_tokens > 0 and self.internal_proposer
+        """Whether the scheduler proposes drafts. Its requests then need each result before their next row: drafts
+        continue the last known token."""
+        return self.num_speculative_tokens > 0 and self.rules.proposes_drafts
 
-    @property
-    def drafts_are_placeholders(self) -> bool:
-        return self.num_speculative_tokens > 0 and not self.internal_proposer and self.async_scheduling
+    def with_rules(self, **changes: object) -> SchedulerConfig:
+        """The same settings with some rules changed."""
+        return replace(self, rules=replace(self.rules, **changes))  # type: ignore[arg-type]
 
     @classmethod
     def reference(cls, **settings: object) -> SchedulerConfig:
-        """The settings that reproduce the reference's decisions (D10)."""
+        """Settings under which the core decides as vLLM 0.25.1 (D10): its rules, and none of the limits that it does
+        not have."""
         base = cls(
-            fence=Fence.TRANSFERS,
-            preempt_fenced=PreemptFenced.ALLOWED,
+            rules=VLLM_0_25_1,
             max_preemptions=None,
-            refuse_infeasible=False,
-            resume_settled=False,
-            refuse_empty_rows=False,
-            announce_unsent=True,
-            internal_proposer=False,
             max_fruitless_epochs=0,
             max_queued_requests=1 << 60,
             max_queued_tokens=1 << 60,

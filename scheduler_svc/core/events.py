@@ -20,8 +20,6 @@ class AbortCause(Enum):
     SLOW_READER = "slow_reader"
     DEADLINE = "deadline"
     DRAINED = "drained"
-    # Conformance cases only: finish with the given status as if the request had stopped.
-    STOPPED = "stopped"
 
 
 class PauseState(Enum):
@@ -102,12 +100,12 @@ class RankJoined:
 @dataclass(frozen=True, slots=True)
 class RankLost:
     """The rank's epoch is over: worker gone, step failed, watchdog, wrong answer. All that ran there is preempted, its
-    fences and its prefix index are dropped. `blameless` epochs (drain, orderly leave) do not make requests suspects
+    fences and its prefix index are dropped. `graceful` epochs (drain, orderly leave) do not make requests suspects
     (D31)."""
 
     rank: str
     reason: str
-    blameless: bool = False
+    graceful: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from scheduler_svc.core.config import Fence
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.request import LIVE, QUEUED, Status
+from scheduler_svc.core.rules import Fence
 from scheduler_svc.core.state import CoreState
 from scheduler_svc.core.views import RankAuditFacts
 
@@ -117,7 +117,7 @@ def fences_are_ordered(state: CoreState, rank: RankState) -> Iterator[str]:
         yield f"fences {fences} outside ({window.acked_fence}, {window.newest_fence}] or out of order"
     if fences and not any(record.fence_seq for record in window.records):
         yield "frees are parked with nothing in flight"
-    if fences and state.config.fence is not Fence.ALWAYS:
+    if fences and state.config.rules.fence is not Fence.ALWAYS:
         yield "frees are parked although no fence is configured"
 
 
@@ -198,7 +198,7 @@ def queued_requests_hold_nothing(state: CoreState) -> Iterator[str]:
             yield f"{request.request_id} in the queue is {request.status.value}"
         if request.blocks or request.computed or request.num_cached:
             yield f"{request.request_id} waits with blocks or computed tokens"
-        if request.drafts and state.config.internal_proposer:
+        if request.drafts and state.config.rules.proposes_drafts:
             yield f"{request.request_id} waits with drafts"
 
 

@@ -116,9 +116,7 @@ def usage_of(state: CoreState, request: Request, num_output_tokens: int | None =
 
 
 def _announce(state: CoreState, request: Request, rank: RankState | None) -> None:
-    """Tell the worker. One that never had the request is told only where the reference would."""
-    if rank is None and state.config.announce_unsent and state.ranks:
-        rank = next(iter(state.ranks.values()))
+    """Announce the end to the worker that has the request, if one has it."""
     if rank is not None:
         rank.finished_ids.append(request.request_id)
 

@@ -9,6 +9,7 @@ from scheduler_svc.core.inflight import InflightWindow
 from scheduler_svc.core.kv.manager import KvManager
 from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.request import Request
+from scheduler_svc.core.throttle import Throttle
 
 
 class RankState:
@@ -16,7 +17,6 @@ class RankState:
 
     __slots__ = (
         "_admissions",
-        "capacity_bound",
         "epoch",
         "finished_ids",
         "free_rows",
@@ -25,7 +25,6 @@ class RankState:
         "name",
         "next_admission",
         "num_decodes",
-        "num_nonempty_steps",
         "num_rows",
         "preempted_ids",
         "quiet_since",
@@ -34,6 +33,7 @@ class RankState:
         "returning",
         "running",
         "stopped_at",
+        "throttle",
         "vocab_size",
         "window",
     )
@@ -64,10 +64,7 @@ class RankState:
         self.released_rows: list[int] = []
         self.preempted_ids: list[str] = []
         self.finished_ids: list[str] = []
-        # Throttle (D19): whether the last aligned step left someone waiting, and this rank's steps since the group was
-        # idle.
-        self.capacity_bound = False
-        self.num_nonempty_steps = 0
+        self.throttle = Throttle(config.prefill_schedule_interval)
         self.is_draining = False
         # Sequence numbers of requests that were preempted here while it drains.
         self.returning: set[int] = set()
@@ -98,11 +95,6 @@ class RankState:
         self.released_rows.append(request.row)
         if not request.is_prefill_chunk:
             self.num_decodes -= 1
-
-    def add_rows(self, count: int) -> None:
-        """More rows than the window of steps calls for: a scenario may have more steps in flight."""
-        self.free_rows[:0] = range(self.num_rows + count - 1, self.num_rows - 1, -1)
-        self.num_rows += count
 
     def reuse_rows(self, rows: list[int]) -> None:
         self.free_rows.extend(rows)

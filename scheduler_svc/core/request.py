@@ -97,6 +97,7 @@ class Request:
         "limit",
         "max_tokens",
         "min_length",
+        "needs_result_first",
         "num_cached_tokens",
         "num_passes",
         "num_preemptions",
@@ -131,7 +132,16 @@ class Request:
         "tokens_at_loss",
     )
 
-    def __init__(self, event: RequestArrived, limits: Limits, *, sequence: int, now: float, chain: HashChain) -> None:
+    def __init__(
+        self,
+        event: RequestArrived,
+        limits: Limits,
+        *,
+        sequence: int,
+        now: float,
+        chain: HashChain,
+        needs_result_first: bool = False,
+    ) -> None:
         self.request_id = event.request_id
         self.handle = event.handle
         self.tokens = array("i", event.prompt)
@@ -150,6 +160,8 @@ class Request:
         self.sampling = event.sampling
         self.deadline = event.deadline
         self.skip_prefix_cache = event.skip_prefix_cache
+        # Whether a row may be scheduled only when the result of the row before is in.
+        self.needs_result_first = needs_result_first
         self.status = Status.WAITING_FOR_GRAMMAR if event.awaits_grammar else Status.WAITING
         self.grammar_ready = not event.awaits_grammar
         self._start_runs(chain)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from scheduler_svc.core import lifecycle, reasons, rows
-from scheduler_svc.core.config import PreemptFenced
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.policy import choose_victim
 from scheduler_svc.core.rank import RankState
@@ -19,7 +18,7 @@ def run(state: CoreState, rank: RankState, plan: StepPlan, *, defer_prefills: bo
     """Give tokens to running requests in their order, over a snapshot: what a preemption removes is passed by, nothing
     is visited twice. A plain decode, one token with room and nothing to cache, is decided in this loop; all else is
     `_consider`."""
-    is_async, lookahead = state.config.async_scheduling, state.config.num_lookahead_slots
+    lookahead = state.config.num_lookahead_slots
     add_request, add_count = plan.requests.append, plan.num_tokens.append
     rank.stopped_at = None
     left = plan.tokens_left
@@ -36,7 +35,7 @@ def run(state: CoreState, rank: RankState, plan: StepPlan, *, defer_prefills: bo
             and end < request.limit
             and not request.is_prefill_chunk
             and not request.drafts
-            and (is_async or not awaited)
+            and not (awaited and request.needs_result_first)
             and request.status is Status.RUNNING
         ):
             n = 1
@@ -83,7 +82,7 @@ def _consider(state: CoreState, rank: RankState, plan: StepPlan, request: Reques
 def _must_wait(state: CoreState, request: Request, defer_prefills: bool) -> SkipReason | None:
     """Whether the request has nothing to do before some result is in, or is left out on purpose."""
     if request.awaited:
-        if not state.config.async_scheduling:
+        if request.needs_result_first:
             return reasons.AWAITING_RESULT
         # Every row that samples yields at least one token; drafts may yield none.
         if request.num_tokens + request.awaited - request.awaited_drafts >= request.limit:
@@ -107,7 +106,7 @@ def _make_room(state: CoreState, rank: RankState, plan: StepPlan, request: Reque
     need = rank.kv.blocks_short(request, slots)
     config = state.config
     while need > plan.num_free_blocks:
-        if config.preempt_fenced is PreemptFenced.NEVER and need <= plan.num_free_blocks + plan.num_returning_blocks:
+        if config.rules.waits_for_fence and need <= plan.num_free_blocks + plan.num_returning_blocks:
             plan.wait_for_fence(request, need)
             state.skip(request, reasons.WAITING_FOR_FENCE)
             return False

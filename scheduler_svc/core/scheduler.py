@@ -47,7 +47,6 @@ from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.request import QUEUED, Request, Status
 from scheduler_svc.core.state import CoreState, Totals
-from scheduler_svc.core.throttle import defers_prefills, is_throttled
 from scheduler_svc.core.views import Explanation, RankAuditFacts, RankView
 
 
@@ -127,27 +126,17 @@ class Scheduler:
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
-    def schedule(
-        self, rank_name: str, *, throttle: bool | None = None, ignore_window: bool = False
-    ) -> SchedulerOutput | None:
-        """The next step of a rank, or None: its window is full, or there is nothing to tell it. Call it again after
-        every event until it returns None.
-
-        throttle: overrides the rank's own rhythm of prefills; ignore_window: plan although the window is full. Both
-        are for scenarios that prescribe them."""
+    def schedule(self, rank_name: str) -> SchedulerOutput | None:
+        """The next step of a rank, or None: its window is full, or there is nothing to compute or to announce. Call it
+        again after every event until it returns None."""
         state = self.state
         rank = state.ranks.get(rank_name)
-        if rank is None or (rank.window.is_full and not ignore_window):
+        if rank is None or rank.window.is_full:
             return None
         if state.pause is PauseState.UNPAUSED and not rank.is_draining:
             state.num_admission_passes += 1
-        if rank.window.is_full:
-            # More steps in flight than the rows are made for.
-            rank.add_rows(state.config.max_num_seqs)
         plan = StepPlan(rank, 0 if state.pause is PauseState.PAUSED_ALL else state.config.step_budget)
-        if throttle is None:
-            throttle = is_throttled(state.config.prefill_schedule_interval, rank.num_nonempty_steps)
-        defer = defers_prefills(throttle, rank.capacity_bound, rank.num_decodes)
+        defer = rank.throttle.defers_prefills(rank.num_decodes)
         skips, was_idle = state.totals.skips, not len(rank.window)
         num_deferred = skips.get(reasons.PREFILL_DEFERRED, 0)
         running.run(state, rank, plan, defer_prefills=defer)
@@ -157,19 +146,9 @@ class Scheduler:
         if was_idle:
             rank.quiet_since = state.now
         if output is not None and output.total_num_tokens:
-            rank.num_nonempty_steps += 1
+            rank.throttle.num_steps += 1
             state.totals.num_deferring_steps += skips.get(reasons.PREFILL_DEFERRED, 0) > num_deferred
-            if state.config.drafts_are_placeholders:
-                self._leave_placeholders(rank)
         return output
-
-    def _leave_placeholders(self, rank: RankState) -> None:
-        """Drafts that only the worker knows stand as -1 in the next row of whoever samples (reference,
-        asynchronous)."""
-        record = rank.window.records[-1]
-        for request, expected in zip(record.requests, record.expected, strict=True):
-            if expected:
-                request.drafts = [-1] * self.state.config.num_speculative_tokens
 
     def _may_admit(self, rank: RankState, plan: StepPlan) -> bool:
         """A step that preempts admits nobody, and neither does one in which someone waits for returning blocks."""
@@ -195,7 +174,14 @@ class Scheduler:
         sequence = state.next_sequence
         state.next_sequence += 1
         chain = HashChain(state.config.block_size, event.cache_salt, enabled=state.config.enable_prefix_caching)
-        request = Request(event, verdict, sequence=sequence, now=state.now, chain=chain)
+        request = Request(
+            event,
+            verdict,
+            sequence=sequence,
+            now=state.now,
+            chain=chain,
+            needs_result_first=state.config.rules.results_first or state.proposer is not None,
+        )
         state.requests[request.request_id] = request
         state.queue.append(request)
         state.watch_deadline(request)
@@ -210,10 +196,7 @@ class Scheduler:
         request = self.state.requests.get(event.request_id)
         if request is None:
             return
-        if event.cause is AbortCause.STOPPED:
-            lifecycle.finish(self.state, request, Status.FINISHED_STOPPED, EndReason.STOP, cause=event.cause)
-        else:
-            lifecycle.finish(self.state, request, Status.FINISHED_ABORTED, EndReason.ABORTED, cause=event.cause)
+        lifecycle.finish(self.state, request, Status.FINISHED_ABORTED, EndReason.ABORTED, cause=event.cause)
 
     def _end_text(self, event: TextEnded) -> None:
         request = self.state.requests.get(event.request_id)
@@ -264,7 +247,7 @@ class Scheduler:
         rank = state.ranks.get(event.rank)
         if rank is None:
             return
-        settlement.end_epoch(state, rank, blameless=event.blameless)
+        settlement.end_epoch(state, rank, graceful=event.graceful)
         if not state.ranks:
             state.no_rank_since = state.now
         self._ranks_changed()
@@ -292,7 +275,7 @@ class Scheduler:
             return
         state.largest_pool = max(rank.kv.num_usable for rank in state.ranks.values())
         for request in state.queue:
-            if not state.config.refuse_infeasible or state.blocks_needed(request) <= state.largest_pool:
+            if not state.config.rules.refuse_infeasible or state.blocks_needed(request) <= state.largest_pool:
                 state.unholdable_since.pop(request.request_id, None)
             else:
                 state.unholdable_since.setdefault(request.request_id, state.now)
@@ -302,7 +285,7 @@ class Scheduler:
         ranks = self.state.ranks.values()
         if not any(rank.running or rank.window.newest_fence > rank.window.acked_fence for rank in ranks):
             for rank in ranks:
-                rank.num_nonempty_steps = 0
+                rank.throttle.num_steps = 0
 
     def _propose(self, event: DraftsProposed) -> None:
         for request_id, drafts in event.drafts.items():

@@ -20,7 +20,7 @@ def acknowledge(state: CoreState, event: StepAcked) -> None:
     if rank is None or rank.epoch != event.epoch:
         # A late result of an ended epoch.
         return
-    record = _checked(rank, event, least=1 if state.config.refuse_empty_rows else 0)
+    record = _checked(rank, event, least=1 if state.config.rules.refuse_empty_rows else 0)
     rank.window.acknowledge()
     rank.quiet_since = state.now
     rank.kv.release_due(rank.window.acked_fence)
@@ -61,7 +61,7 @@ def _checked(rank: RankState, event: StepAcked, *, least: int) -> StepRecord:
 
 def _settle_plain(state: CoreState, record: StepRecord, sampled: list[int]) -> TokensProduced:
     """One token for each sampling row: the common case, and what an acknowledgement costs."""
-    caches = state.config.async_scheduling
+    caches = not state.config.rules.results_first
     handles: list[int] = []
     tokens: list[int] = []
     add_handle, add_token = handles.append, tokens.append
@@ -132,7 +132,7 @@ def _settle_row(state: CoreState, request: Request, n: int, expected: int, row: 
         kept.append(token)
         if (request.num_tokens >= request.limit or token in request.stops) and _stop_if_due(state, request, token):
             return kept
-    if state.config.async_scheduling and request.settled >= request.cache_at:
+    if not state.config.rules.results_first and request.settled >= request.cache_at:
         request.rank.kv.cache_blocks(request, request.settled)  # type: ignore[union-attr]
     if kept and state.proposer is not None:
         request.drafts = state.proposer.propose(request.tokens)
@@ -176,12 +176,12 @@ def _stop_if_due(state: CoreState, request: Request, token: int) -> bool:
 # --- the end of an epoch ------------------------------------------------------------------------------------------
 
 
-def end_epoch(state: CoreState, rank: RankState, *, blameless: bool) -> None:
+def end_epoch(state: CoreState, rank: RankState, *, graceful: bool) -> None:
     """The rank is gone with all it held: whatever ran there is preempted and goes to the head of the queue in running
     order, nothing of it is awaited any more, its fences and its prefix index vanish with the rank's state."""
     del state.ranks[rank.name]
     touched = _forget_awaited(rank)
-    if not blameless:
+    if not graceful:
         for request in touched:
             _count_fruitless_epoch(request)
     orphans = list(rank.running)

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from scheduler_svc.core.config import Fence, SchedulerConfig
+from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.drafts import NgramProposer
 from scheduler_svc.core.events import Effect, PauseState
 from scheduler_svc.core.kv.manager import PrefixStats
@@ -14,6 +14,7 @@ from scheduler_svc.core.queues import WaitingQueue
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.request import Request
+from scheduler_svc.core.rules import Fence
 
 
 @dataclass(slots=True)
@@ -58,7 +59,7 @@ class CoreState:
         self.effects: list[Effect] = []
         self.totals = Totals()
         self.next_sequence = 0
-        self.deferring_frees = config.fence is Fence.ALWAYS
+        self.deferring_frees = config.rules.fence is Fence.ALWAYS
         self.proposer = NgramProposer(config.num_speculative_tokens) if config.proposes_drafts else None
         # When the last rank was lost; None while one lives, or before any ever joined.
         self.no_rank_since: float | None = None

@@ -35,7 +35,7 @@ def _refusal_before_sizes(state: CoreState, event: RequestArrived) -> RequestRef
             RefusalReason.DUPLICATE_REQUEST_ID,
             f"Request id {event.request_id!r} is live; use another one, or wait for its end.",
         )
-    if not state.config.refuse_infeasible:
+    if not state.config.rules.refuse_infeasible:
         return None
     if event.priority and state.config.policy is Policy.FCFS:
         return _refuse(
@@ -114,7 +114,7 @@ def _time_for_room(state: CoreState) -> float:
 def _fit(state: CoreState, event: RequestArrived) -> Limits | RequestRefused:
     """Clip to the model's length and to what the largest pool can hold."""
     num_prompt, longest = len(event.prompt), state.max_model_len
-    if not state.config.refuse_infeasible:
+    if not state.config.rules.refuse_infeasible:
         max_tokens = event.max_tokens or longest
         limit = min(num_prompt + max_tokens, longest)
         return Limits(max_tokens, event.min_tokens, limit, longest - 1)

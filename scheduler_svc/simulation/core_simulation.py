@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from random import Random
 
-from scheduler_svc.core.config import Fence, Policy, PreemptFenced, SchedulerConfig
+from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.core.events import AbortCause, PauseState, RequestArrived
+from scheduler_svc.core.rules import DEFAULT, VLLM_0_25_1, Fence
 from scheduler_svc.simulation.checked_core import CheckedCore, Client
 from scheduler_svc.simulation.simulated_worker import REPETITIVE
 
@@ -150,7 +151,7 @@ class World:
         is_reference = random.random() < 0.3
         config = _reference_config(random) if is_reference else _default_config(random)
         num_ranks = random.choice((1, 1, 2, 2, 3, 4))
-        if not config.resume_settled:
+        if not config.rules.resume_settled:
             num_ranks = 1
         pools = _draw_pools(random, num_ranks, config, is_reference)
         return cls(
@@ -191,7 +192,6 @@ def _common_settings(random: Random) -> dict[str, object]:
         "scheduler_reserve_full_isl": random.random() < 0.7,
         "watermark": random.choice((0.0, 0.0, 0.1, 0.3)),
         "num_speculative_tokens": drafts,
-        "async_scheduling": not drafts,
         "prefill_schedule_interval": random.choice((1, 1, 1, 2, 4)),
         "max_inflight_steps": random.choice((1, 2, 2, 3, 4)),
     }
@@ -218,8 +218,11 @@ def _default_config(random: Random) -> SchedulerConfig:
         settings = _crowd(random, settings)
     return SchedulerConfig(
         **settings,  # type: ignore[arg-type]
-        fence=random.choice((Fence.ALWAYS, Fence.ALWAYS, Fence.TRANSFERS)),
-        preempt_fenced=random.choice((PreemptFenced.NEVER, PreemptFenced.NEVER, PreemptFenced.ALLOWED)),
+        rules=replace(
+            DEFAULT,
+            fence=random.choice((Fence.ALWAYS, Fence.ALWAYS, Fence.TRANSFERS)),
+            waits_for_fence=random.choice((True, True, False)),
+        ),
         max_preemptions=random.choice((3, 3, 0, 1, None)),
         max_fruitless_epochs=random.choice((3, 3, 0)),
         max_queued_requests=random.choice((6, 1024)),
@@ -237,14 +240,17 @@ def _reference_config(random: Random) -> SchedulerConfig:
     depth = settings["max_inflight_steps"]
     assert isinstance(depth, int)
     proposes = bool(settings["num_speculative_tokens"]) and random.random() < 0.3
-    settings["async_scheduling"] = not proposes and random.random() < 0.7
+    results_first = proposes or random.random() >= 0.7
     settings["max_num_batched_tokens"] = max(int(str(settings["max_num_batched_tokens"])), 8)
-    base = SchedulerConfig.reference(**settings)
-    return replace(
-        base,
-        fence=random.choice((Fence.ALWAYS, Fence.TRANSFERS)),
-        resume_settled=depth > 2 or random.random() < 0.5,
-        internal_proposer=proposes,
+    return SchedulerConfig.reference(
+        **settings,
+        rules=replace(
+            VLLM_0_25_1,
+            fence=random.choice((Fence.ALWAYS, Fence.TRANSFERS)),
+            resume_settled=depth > 2 or random.random() < 0.5,
+            proposes_drafts=proposes,
+            results_first=results_first,
+        ),
     )
 
 
@@ -295,7 +301,7 @@ class Simulation:
     @property
     def _drafts_from_outside(self) -> bool:
         config = self.world.config
-        return bool(config.num_speculative_tokens) and not config.internal_proposer and not config.async_scheduling
+        return bool(config.num_speculative_tokens) and not config.rules.proposes_drafts and config.rules.results_first
 
     def run(self, num_events: int) -> Counter[str]:
         """Play the world to its end. Returns what was reached; raises SimulationFailure."""
@@ -365,7 +371,7 @@ class Simulation:
         if self._ended_ids and random.random() < 0.15:
             request_id = random.choice(self._ended_ids[-12:])
         prompt = self._prompt()
-        most, refuses = world.config.max_model_len, world.config.refuse_infeasible
+        most, refuses = world.config.max_model_len, world.config.rules.refuse_infeasible
         max_tokens = random.randint(1, world.max_tokens)
         if refuses:
             max_tokens *= random.random() > 0.05
@@ -442,9 +448,9 @@ class Simulation:
     def _lose(self) -> None:
         if self.core.links:
             name = self.random.choice(list(self.core.links))
-            blameless, num_executed = self.random.random() < 0.2, self.random.randint(0, 2)
-            self._note(f"lose {name}, blameless {blameless}")
-            self.core.lose(name, blameless=blameless, num_executed=num_executed)
+            graceful, num_executed = self.random.random() < 0.2, self.random.randint(0, 2)
+            self._note(f"lose {name}, graceful {graceful}")
+            self.core.lose(name, graceful=graceful, num_executed=num_executed)
 
     def _drain_rank(self) -> None:
         if self.core.links:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from scheduler_svc.core import invariants
-from scheduler_svc.core.config import Fence, Policy, SchedulerConfig
+from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.core.events import (
     AbortCause,
     DraftsProposed,
@@ -35,13 +35,16 @@ from scheduler_svc.core.events import (
     RequestEnded,
     RequestRefused,
     StepAcked,
+    TextEnded,
     TokensProduced,
     WorkerProtocolError,
 )
 from scheduler_svc.core.inflight import StepRecord
 from scheduler_svc.core.output import SchedulerOutput
 from scheduler_svc.core.request import LIVE, Request
+from scheduler_svc.core.rules import Fence
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.simulation.emulation import ScriptedThrottle, placeholders
 
 Json = dict[str, Any]
 _RANK = "rank"
@@ -123,8 +126,14 @@ _CANNOT_BE_RUN = (
 )
 
 
-def core_config(settings: Json) -> SchedulerConfig:
-    """The core's configuration for a scenario's `config`; unknown keys are errors."""
+def window_depth(ops: list[Json]) -> int:
+    """Steps that a scenario may have in flight: it plans whether or not the results are in."""
+    num_planned = sum(1 for op in ops if op.get("op") == "schedule")
+    return 2 + num_planned + max((int(op.get("depth", 1)) for op in ops if op.get("op") == "run"), default=0)
+
+
+def core_config(settings: Json, ops: list[Json]) -> SchedulerConfig:
+    """The core's configuration for a scenario's `config` and `ops`; unknown keys of the former are errors."""
     for name, value in settings.items():
         if name in _ONLY_OFF:
             if value != _ONLY_OFF[name]:
@@ -149,20 +158,21 @@ def core_config(settings: Json) -> SchedulerConfig:
         long_prefill_token_threshold=s["long_prefill_token_threshold"],
         scheduler_reserve_full_isl=s["scheduler_reserve_full_isl"],
         watermark=s["watermark"],
-        async_scheduling=s["async_scheduling"],
+        max_inflight_steps=window_depth(ops),
         num_speculative_tokens=s["num_speculative_tokens"],
         num_lookahead_slots=s["num_speculative_tokens"] if draft_model else 0,
+    ).with_rules(
         fence=Fence.ALWAYS if s["force_defer_block_free"] else Fence.TRANSFERS,
+        results_first=not s["async_scheduling"],
     )
 
 
 class ScenarioRun:
     """One scenario in progress."""
 
-    def __init__(
-        self, config: Json, *, check_invariants: bool = False, settings: SchedulerConfig | None = None
-    ) -> None:
-        self.scheduler = Scheduler(core_config(config) if settings is None else settings)
+    def __init__(self, config: Json, ops: list[Json], *, check_invariants: bool = False) -> None:
+        self.scheduler = Scheduler(core_config(config, ops))
+        self._script = ops
         self._check = check_invariants
         self._dump_free_order = bool(config.get("dump_free_order"))
         self._plans: deque[StepRecord | None] = deque()
@@ -170,6 +180,8 @@ class ScenarioRun:
         self._eos: dict[str, int | None] = {}
         self._num_adds = 0
         self._op = 0
+        # Ended requests that the worker never had: the reference announces their end all the same.
+        self._unsent_ids: list[str] = []
         num_blocks = int(config.get("num_blocks", 1000))
         self._handle(RankJoined(_RANK, 1, num_blocks, self.scheduler.config.max_model_len, _VOCAB_SIZE))
         self._ops: dict[str, Callable[[Json], Iterable[Json]]] = {
@@ -187,8 +199,9 @@ class ScenarioRun:
             "state": lambda op: [{}],
         }
 
-    def records(self, ops: list[Json]) -> Iterator[Json]:
-        for self._op, op in enumerate(ops):
+    def records(self) -> Iterator[Json]:
+        for index, op in enumerate(self._script):
+            self._op = index
             kind = op["op"]
             if kind not in self._ops:
                 raise ScenarioError(f"op {kind!r} is unknown or not supported")
@@ -260,19 +273,27 @@ class ScenarioRun:
         return [{}]
 
     def _abort(self, op: Json) -> Iterable[Json]:
-        return [{"finished": self._end(op.get("ids"), AbortCause.ABORTED)}]
+        return [{"finished": self._end(op.get("ids"), is_stop=False)}]
 
     def _finish(self, op: Json) -> Iterable[Json]:
-        causes = {"FINISHED_STOPPED": AbortCause.STOPPED, "FINISHED_ABORTED": AbortCause.ABORTED}
-        if op["status"] not in causes:
+        if op["status"] not in ("FINISHED_STOPPED", "FINISHED_ABORTED"):
             raise ScenarioError(f"finish with status {op['status']} is not supported")
-        return [{"finished": self._end(op.get("ids"), causes[op["status"]])}]
+        return [{"finished": self._end(op.get("ids"), is_stop=op["status"] == "FINISHED_STOPPED")}]
 
-    def _end(self, ids: list[str] | None, cause: AbortCause) -> list[str]:
+    def _end(self, ids: list[str] | None, *, is_stop: bool) -> list[str]:
         ended: list[str] = []
-        for request_id in list(self.scheduler.state.requests) if ids is None else ids:
-            effects = self._handle(RequestAborted(request_id, cause))
+        live = self.scheduler.state.requests
+        for request_id in list(live) if ids is None else ids:
+            request = live.get(request_id)
+            if request is None:
+                continue
+            if is_stop:
+                effects = self._handle(TextEnded(request_id, request.num_output_tokens))
+            else:
+                effects = self._handle(RequestAborted(request_id, AbortCause.ABORTED))
             ended += [e.request_id for e in effects if isinstance(e, RequestEnded)]
+            if request.rank is None:
+                self._unsent_ids.append(request_id)
         return ended
 
     def _grammar_ready(self, op: Json) -> Iterable[Json]:
@@ -290,16 +311,22 @@ class ScenarioRun:
     # --- the worker's part ----------------------------------------------------------------------------------------
 
     def _schedule(self, op: Json) -> Json:
-        output = self.scheduler.schedule(_RANK, throttle=bool(op.get("throttle")), ignore_window=True)
-        # Preemptions, which the record tells by itself: they are no answer to whatever comes next.
+        ScriptedThrottle.of(self._rank).is_on = bool(op.get("throttle"))
+        output = self.scheduler.schedule(_RANK)
+        # Preemptions are part of the record; they do not answer the next event.
         self.scheduler.take_effects()
         self._verify()
+        unsent, self._unsent_ids = self._unsent_ids, []
         if output is None:
             self._plans.append(None)
-            return _describe_nothing()
+            return _describe_nothing(unsent)
         record = self._rank.window.records[-1]
         self._plans.append(record)
-        return _describe(output, record)
+        described = _describe(output, record, unsent)
+        config = self.scheduler.config
+        if config.num_speculative_tokens and not config.rules.results_first:
+            self._handle(placeholders(_RANK, record, config.num_speculative_tokens))
+        return described
 
     def _update(self, op: Json) -> Json:
         record = self._plans.popleft()
@@ -349,7 +376,7 @@ class ScenarioRun:
 
     def _has_requests(self) -> bool:
         state = self.scheduler.state
-        if self._rank.has_news:
+        if self._rank.has_news or self._unsent_ids:
             return True
         if state.pause is PauseState.PAUSED_ALL:
             return False
@@ -371,7 +398,7 @@ class ScenarioRun:
             "running": [r.request_id for r in rank.running],
             "waiting": [r.request_id for r in state.queue.waiting],
             "skipped": [r.request_id for r in state.queue.skipped],
-            "capacity_bound": rank.capacity_bound,
+            "capacity_bound": rank.throttle.capacity_bound,
             "deferred": [[free.fence, list(free.blocks)] for free in rank.kv.parked],
             "requests": {
                 r.request_id: {
@@ -392,12 +419,12 @@ class ScenarioRun:
         return described
 
 
-def _describe_nothing() -> Json:
+def _describe_nothing(unsent_ids: list[str]) -> Json:
     nothing: Json = {"scheduled": [], "total": 0, "new": [], "cached": [], "spec": {}, "encoder": {}}
-    return {**nothing, "preempted": [], "finished": [], "freed_mm": []}
+    return {**nothing, "preempted": [], "finished": sorted(unsent_ids), "freed_mm": []}
 
 
-def _describe(output: SchedulerOutput, record: StepRecord) -> Json:
+def _describe(output: SchedulerOutput, record: StepRecord, unsent_ids: list[str]) -> Json:
     new_ids = {new.request_id for new in output.new_requests}
     grown: dict[int, list[int]] = {}
     for row, block in zip(output.appended_rows, output.appended_blocks, strict=True):
@@ -430,7 +457,7 @@ def _describe(output: SchedulerOutput, record: StepRecord) -> Json:
         "spec": spec,
         "encoder": {},
         "preempted": sorted(output.preempted_request_ids),
-        "finished": sorted(output.finished_request_ids),
+        "finished": sorted((*output.finished_request_ids, *unsent_ids)),
         "freed_mm": [],
     }
 
@@ -441,8 +468,8 @@ def run_scenario(scenario: Json, *, check_invariants: bool = False) -> Json:
     try:
         if unknown := set(scenario) - _SCENARIO_KEYS:
             raise ScenarioError(f"unknown scenario key {sorted(unknown)}")
-        run = ScenarioRun(scenario.get("config", {}), check_invariants=check_invariants)
-        records.extend(run.records(scenario["ops"]))
+        run = ScenarioRun(scenario.get("config", {}), scenario["ops"], check_invariants=check_invariants)
+        records.extend(run.records())
     except _CANNOT_BE_RUN as error:
         message = f"{type(error).__name__}: {error}"
         return {"name": scenario.get("name"), "ok": False, "error": message, "records": records}

@@ -94,7 +94,7 @@ def _rank(
         _hashes(rank, name, hash_name),
         tuple(_record(record, order, acked) for record in rank.window.records),
         (tuple(rank.preempted_ids), tuple(rank.finished_ids)) if with_ids else rank.has_news,
-        (rank.capacity_bound, rank.num_nonempty_steps) if is_throttled else None,
+        (rank.throttle.capacity_bound, rank.throttle.num_steps) if is_throttled else None,
         rank.is_draining,
         tuple(order[r] for r in order if r.sequence in rank.returning),
         None if rank.reserved_for is None else order.get(rank.reserved_for),

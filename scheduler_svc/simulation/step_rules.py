@@ -52,8 +52,8 @@ class Before:
             running=tuple(rank.running),
             num_preemptions={r: r.num_shortage_preemptions for r in rank.running},
             is_chunk={r: r.is_prefill_chunk for r in rank.running},
-            capacity_bound=rank.capacity_bound,
-            num_nonempty_steps=rank.num_nonempty_steps,
+            capacity_bound=rank.throttle.capacity_bound,
+            num_nonempty_steps=rank.throttle.num_steps,
             fresh=tuple(r for r in scheduler.state.queue.waiting if not r.num_preemptions),
         )
 
@@ -193,8 +193,8 @@ def capacity_flag_is_kept(step: PlannedStep) -> Iterator[str]:
     as it was (25)."""
     looked = step.looked_at_queue and not step.defers
     expected = len(step.scheduler.state.queue.waiting) > 0 if looked else step.before.capacity_bound
-    if step.rank.capacity_bound is not expected:
-        yield f"capacity_bound is {step.rank.capacity_bound}"
+    if step.rank.throttle.capacity_bound is not expected:
+        yield f"capacity_bound is {step.rank.throttle.capacity_bound}"
 
 
 def every_running_request_has_a_row_or_a_reason(step: PlannedStep) -> Iterator[str]:

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from scheduler_svc.core.config import Fence, SchedulerConfig
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.rules import Fence
 from scheduler_svc.simulation.cost_model import CostModel
 from scheduler_svc.simulation.virtual_run import RequestLog, VirtualRun
 from scheduler_svc.simulation.workload import Workload
@@ -29,9 +30,9 @@ VARIANTS: dict[str, SchedulerConfig] = {
     "default": _DEFAULT,
     "reference": _REFERENCE,
     # What the reference does where freed blocks must wait for their fence.
-    "reference, fenced": replace(_REFERENCE, fence=Fence.ALWAYS),
+    "reference, fenced": _REFERENCE.with_rules(fence=Fence.ALWAYS),
     # One decision taken away or added each.
-    "default, not fenced": replace(_DEFAULT, fence=Fence.TRANSFERS),
+    "default, not fenced": _DEFAULT.with_rules(fence=Fence.TRANSFERS),
     "default, no cap": replace(_DEFAULT, max_preemptions=None),
     "default, watermark 1 %": replace(_DEFAULT, watermark=0.01),
     "default, watermark 2 %": replace(_DEFAULT, watermark=0.02),

@@ -42,7 +42,7 @@ class RankInbox(Protocol):
     def rank_joined(self, client: RankClient, event: RankJoined) -> None:
         """An epoch was opened."""
 
-    def rank_lost(self, rank: str, epoch: int, reason: str, blameless: bool) -> None:
+    def rank_lost(self, rank: str, epoch: int, reason: str, graceful: bool) -> None:
         """An epoch that had joined is over."""
 
     def rank_draining(self, event: RankDraining, epoch: int) -> None:

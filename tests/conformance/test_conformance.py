@@ -21,10 +21,13 @@ from tests.conformance import compare
 Json = dict[str, Any]
 HERE = Path(__file__).parent
 CASES = {case["name"]: case for case in scenario.read_scenarios(HERE / "cases.json")}
-RANDOM = {case["name"]: case for case in scenario.read_scenarios(HERE / "random.jsonl.gz")}
+RANDOM = {
+    case["name"]: case for name in ("random", "random-2") for case in scenario.read_scenarios(HERE / f"{name}.jsonl.gz")
+}
 TRUTH = {
     **compare.read_results(str(HERE / "expected.jsonl")),
     **compare.read_results(str(HERE / "random-expected.jsonl.gz")),
+    **compare.read_results(str(HERE / "random-2-expected.jsonl.gz")),
 }
 
 # Out of scope, each with what the refusal must name. Nothing else may be refused, and all of these must be.
@@ -50,7 +53,7 @@ SUPPORTED = [name for name in ALL if name not in UNSUPPORTED]
 
 def test_the_scope_is_what_it_says() -> None:
     """So that no list above can swallow a case unseen."""
-    assert (len(CASES), len(RANDOM)) == (95, 72)
+    assert (len(CASES), len(RANDOM)) == (95, 144)
     assert set(TRUTH) == set(ALL)
     required = {name for name in CASES if name[0] in "ABPXETLD"} - {
         "X14", "X20", "L10", "L19", "L11", "L14", "B07", "E13",
@@ -58,10 +61,17 @@ def test_the_scope_is_what_it_says() -> None:
     required |= {
         f"{p}-10{i}" for p in ("basic", "tight", "priority", "prefix", "async", "throttle") for i in range(1, 9)
     }
+    required |= {f"async-{number}" for number in range(31337, 31361)}
     assert set(SUPPORTED) == required
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+# F91: the block that the last token of a request fills is cached before it is freed.
+F91 = {f"async-{number}" for number in (31337, 31338, 31339, 31345, 31346, 31356, 31358)}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.xfail(name in F91, reason="F91", strict=True)) for name in SUPPORTED]
+)
 def test_decides_as_recorded(name: str) -> None:
     result = scenario.run_scenario(ALL[name], check_invariants=True)
     assert compare.difference(TRUTH[name], result) is None, CASES.get(name, {}).get("why", "")

@@ -46,7 +46,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a victim is taken although enough is returning",
         "running:_make_room",
-        "config.preempt_fenced is PreemptFenced.NEVER",
+        "config.rules.waits_for_fence",
         "False",
     ),
     Fault(
@@ -375,13 +375,13 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a row that must yield a token may yield none",
         "settlement:acknowledge",
-        "1 if state.config.refuse_empty_rows else 0",
+        "1 if state.config.rules.refuse_empty_rows else 0",
         "0",
     ),
     Fault(
         "a request resumes while its results are in flight",
         "admission:_refusal_here",
-        "state.config.resume_settled",
+        "state.config.rules.resume_settled",
         "False",
     ),
     Fault(
@@ -411,7 +411,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "the throttle starves chunks alone",
-        "throttle:defers_prefills",
+        "throttle:Throttle.defers_prefills",
         "num_decodes > 0",
         "True",
     ),

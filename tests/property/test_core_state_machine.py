@@ -11,8 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from scheduler_svc.core.config import Fence, Policy, PreemptFenced, SchedulerConfig
+from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.core.events import AbortCause, PauseState, RequestArrived
+from scheduler_svc.core.rules import Fence
 from scheduler_svc.simulation.checked_core import CheckedCore
 from scheduler_svc.simulation.simulated_worker import REPETITIVE
 
@@ -37,21 +38,20 @@ def configurations(draw: st.DrawFn) -> SchedulerConfig:
         "watermark": draw(st.sampled_from((0.0, 0.2))),
         "max_inflight_steps": draw(st.integers(1, 4)),
         "num_speculative_tokens": num_drafts,
-        "async_scheduling": num_drafts == 0,
         "prefill_schedule_interval": draw(st.sampled_from((1, 1, 3))),
         "max_queued_requests": draw(st.sampled_from((3, 1024))),
         "no_worker_grace_s": 5.0,
-        # Drafts proposed here, or by a rule below.
-        "internal_proposer": draw(st.booleans()),
     }
+    # Drafts proposed by the scheduler, or by a rule below.
+    proposes = draw(st.booleans())
+    rules: dict[str, object] = {"proposes_drafts": proposes, "results_first": num_drafts > 0 and not proposes}
     if draw(st.booleans()):
+        rules["fence"] = draw(st.sampled_from(Fence))
         settings |= {
-            "fence": draw(st.sampled_from(Fence)),
-            "preempt_fenced": PreemptFenced.NEVER,
             "max_preemptions": draw(st.sampled_from((None, 0, 1, 3))),
             "max_fruitless_epochs": draw(st.sampled_from((0, 2, 3))),
         }
-    return SchedulerConfig(**settings)  # type: ignore[arg-type]
+    return SchedulerConfig(**settings).with_rules(**rules)  # type: ignore[arg-type]
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -176,9 +176,9 @@ class CoreMachine(RuleBasedStateMachine):
     # --- ranks --------------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.core.links)
-    @rule(pick=PICK, blameless=st.booleans(), num_executed=st.integers(0, 2))
-    def lose(self, pick: int, blameless: bool, num_executed: int) -> None:
-        self.core.lose(self.rank(pick), blameless=blameless, num_executed=num_executed)
+    @rule(pick=PICK, graceful=st.booleans(), num_executed=st.integers(0, 2))
+    def lose(self, pick: int, graceful: bool, num_executed: int) -> None:
+        self.core.lose(self.rank(pick), graceful=graceful, num_executed=num_executed)
 
     @precondition(lambda self: len(self.core.links) < len(self.pools))
     @rule(pick=PICK)
@@ -215,7 +215,7 @@ class CoreMachine(RuleBasedStateMachine):
     @property
     def awaits_drafts(self) -> bool:
         """Whether drafts come from outside."""
-        return self.core.config.num_speculative_tokens > 0 and not self.core.config.internal_proposer
+        return self.core.config.num_speculative_tokens > 0 and not self.core.config.rules.proposes_drafts
 
     # --- operators ----------------------------------------------------------------------------------------------------
 

@@ -71,4 +71,4 @@ def test_steps_are_counted_from_an_idle_moment_that_an_abort_makes() -> None:
     plan(scheduler, "a")
     acknowledge(scheduler, "a")
     scheduler.handle(RequestAborted("first", AbortCause.ABORTED))
-    assert scheduler.state.ranks["a"].num_nonempty_steps == 0
+    assert scheduler.state.ranks["a"].throttle.num_steps == 0

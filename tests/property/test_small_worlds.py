@@ -7,7 +7,8 @@ from time import perf_counter
 
 import pytest
 
-from scheduler_svc.core.config import Fence, Policy, PreemptFenced, SchedulerConfig
+from scheduler_svc.core.config import Policy, SchedulerConfig
+from scheduler_svc.core.rules import Fence, SchedulingRules
 from tests.property.small_world_search import Arrival, Count, Search, SmallWorld, SmallWorldViolation
 
 PROMPTS = range(1, 5)
@@ -109,8 +110,7 @@ def test_a_search_finds_a_way_back_to_where_it_was() -> None:
         long_prefill_token_threshold=2,
         scheduler_reserve_full_isl=False,
         enable_prefix_caching=False,
-        fence=Fence.ALWAYS,
-        preempt_fenced=PreemptFenced.ALLOWED,
+        rules=SchedulingRules(waits_for_fence=False),
         max_preemptions=None,
     )
     with pytest.raises(SmallWorldViolation, match="lead back"):
@@ -143,8 +143,7 @@ def test_three_requests_always_end_with_the_settings_of_the_reference(
             num_usable=num_usable,
             depth=2,
             max_tokens=3,
-            fence=Fence.TRANSFERS,
-            preempt_fenced=PreemptFenced.ALLOWED,
+            rules=SchedulingRules(fence=Fence.TRANSFERS, waits_for_fence=False),
             max_preemptions=None,
         )
         for num_usable in (2, 3, 4)

@@ -100,7 +100,6 @@ def _draw_config(rng: random.Random, frame: _Frame) -> SchedulerConfig:
         prefill_schedule_interval=rng.choice((1, 1, 1, 3)),
         max_inflight_steps=rng.choice((1, 2, 2, 3)),
         num_speculative_tokens=3 if proposes else 0,
-        async_scheduling=not proposes,
         max_preemptions=rng.choice((3, 3, 0, None)),
         # Blows at random are no request's fault.
         max_fruitless_epochs=0,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, assert_never
 
 from scheduler_svc.core import invariants
-from scheduler_svc.core.config import Fence, SchedulerConfig
+from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.events import (
     AbortCause,
     DraftsProposed,
@@ -43,7 +43,9 @@ from scheduler_svc.core.events import (
 from scheduler_svc.core.output import NewRow, SchedulerOutput
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.request import Request
+from scheduler_svc.core.rules import Fence
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.simulation.emulation import ScriptedThrottle
 
 VOCAB_SIZE = 50_000
 _MASK = (1 << 61) - 1
@@ -197,7 +199,7 @@ class StubWorker:
     def _check_fresh(self, output: SchedulerOutput, fresh: list[int]) -> None:
         for block in fresh:
             self._require(1 <= block < self.num_blocks, f"block {block} does not exist")
-            if self.config.fence is Fence.ALWAYS:
+            if self.config.rules.fence is Fence.ALWAYS:
                 busy = [seq for seq, used in self._used.items() if block in used]
                 self._require(not busy, f"block {block} is handed out while steps {busy} that use it are in flight")
 
@@ -324,10 +326,10 @@ class World:
         longest = self.config.max_model_len if max_model_len is None else max_model_len
         self.handle(RankJoined(name, epoch, num_blocks, longest, VOCAB_SIZE))
 
-    def lose(self, name: str, *, blameless: bool = False) -> None:
+    def lose(self, name: str, *, graceful: bool = False) -> None:
         """The worker dies with whatever it had not answered."""
         del self.workers[name], self.answers[name]
-        self.handle(RankLost(name, "died", blameless))
+        self.handle(RankLost(name, "died", graceful))
 
     def submit(self, request_id: str, prompt: Sequence[int] | int, max_tokens: int = 4, **fields: Any) -> Client:
         """A new request; a number as prompt stands for that many tokens that no other request has."""
@@ -354,9 +356,11 @@ class World:
 
     # --- steps ---
 
-    def schedule(self, rank: str = "r0", **overrides: Any) -> SchedulerOutput | None:
-        """The next step, executed by the worker, its answer held back."""
-        output = self.scheduler.schedule(rank, **overrides)
+    def schedule(self, rank: str = "r0", *, throttle: bool | None = None) -> SchedulerOutput | None:
+        """The next step, executed by the worker, its answer held back. throttle: instead of the rank's own."""
+        if throttle is not None:
+            ScriptedThrottle.of(self.rank(rank)).is_on = throttle
+        output = self.scheduler.schedule(rank)
         self._see(self.scheduler.take_effects())
         self.check()
         if output is not None:
@@ -371,9 +375,9 @@ class World:
         self.workers[rank].acknowledged(answer.step_seq)
         return effects
 
-    def step(self, rank: str = "r0", **overrides: Any) -> SchedulerOutput | None:
+    def step(self, rank: str = "r0", *, throttle: bool | None = None) -> SchedulerOutput | None:
         """Schedule, then deliver the oldest answer."""
-        output = self.schedule(rank, **overrides)
+        output = self.schedule(rank, throttle=throttle)
         if self.answers[rank]:
             self.ack(rank)
         return output
@@ -500,7 +504,7 @@ class World:
             # The reference clips to the model's length without saying so.
             promised = client.accepted.max_tokens
             assert len(client.tokens) == promised or (
-                not self.config.refuse_infeasible and len(client.tokens) < promised
+                not self.config.rules.refuse_infeasible and len(client.tokens) < promised
             )
 
     def _client(self, handle: int) -> Client:

@@ -14,17 +14,14 @@ from scheduler_svc.core.drafts import NgramProposer
 from scheduler_svc.core.events import EndReason, StepAcked, WorkerProtocolError
 from tests.support.core_harness import World, expected_tokens, hashed_token
 
-INTERNAL = SchedulerConfig(
-    block_size=4, max_num_seqs=4, max_num_batched_tokens=32, num_speculative_tokens=3, async_scheduling=False
-)
+INTERNAL = SchedulerConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32, num_speculative_tokens=3)
 OUTSIDE = SchedulerConfig.reference(
     block_size=4,
     max_num_seqs=4,
     max_num_batched_tokens=32,
     num_speculative_tokens=3,
     max_model_len=64,
-    async_scheduling=False,
-)
+).with_rules(results_first=True)
 
 
 def repetitive(prefix: int, index: int) -> int:
@@ -101,12 +98,12 @@ def scripts() -> Iterator[tuple[str, SchedulerConfig, int]]:
     yield "roomy", INTERNAL, 60
     for policy in Policy:
         config = SchedulerConfig(
-            block_size=4, max_num_seqs=4, max_num_batched_tokens=9, num_speculative_tokens=3, async_scheduling=False,
+            block_size=4, max_num_seqs=4, max_num_batched_tokens=9, num_speculative_tokens=3,
             policy=policy, long_prefill_token_threshold=6,
         )  # fmt: skip
         yield f"tight {policy.value}", config, 12
     config = SchedulerConfig(
-        block_size=2, max_num_seqs=4, max_num_batched_tokens=5, num_speculative_tokens=2, async_scheduling=False,
+        block_size=2, max_num_seqs=4, max_num_batched_tokens=5, num_speculative_tokens=2,
         enable_prefix_caching=False, max_inflight_steps=1,
     )  # fmt: skip
     yield "tiny budget", config, 20
@@ -146,8 +143,7 @@ def test_one_result_at_a_time_when_drafts_follow_the_last_known_token() -> None:
     world.step()
     assert world.schedule() is not None
     assert world.schedule() is None, "the next row continues tokens that are not known yet"
-    with pytest.raises(ValueError, match="async_scheduling"):
-        SchedulerConfig(num_speculative_tokens=3)
+    assert world.request("a").needs_result_first
 
 
 def test_preemption_clears_drafts() -> None:

@@ -89,6 +89,6 @@ def test_an_orderly_leave_makes_nobody_a_suspect() -> None:
         if epoch > 1:
             handle(scheduler, RankJoined("a", epoch, 9, 64, 1000))
         assert scheduler.schedule("a") is not None
-        handle(scheduler, RankLost("a", "drained", blameless=True))
+        handle(scheduler, RankLost("a", "drained", graceful=True))
     assert scheduler.num_live_requests == 1
     assert scheduler.totals.num_requeued_after_worker_loss == 4

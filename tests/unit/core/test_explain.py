@@ -37,7 +37,7 @@ def last_token_in_flight() -> World:
 
 
 def awaiting_result() -> World:
-    world = World(replace(CONFIG, num_speculative_tokens=2, async_scheduling=False))
+    world = World(replace(CONFIG, num_speculative_tokens=2))
     world.submit("it", 5, 9)
     world.schedule()
     world.submit("other", 5, 9)
@@ -140,9 +140,9 @@ def prompt_exceeds_step() -> World:
 
 def drafts_exceed_step() -> World:
     config = SchedulerConfig.reference(
-        block_size=4, max_num_seqs=3, max_num_batched_tokens=9, num_speculative_tokens=2, async_scheduling=False,
+        block_size=4, max_num_seqs=3, max_num_batched_tokens=9, num_speculative_tokens=2,
         max_num_scheduled_tokens=3,
-    )  # fmt: skip
+    ).with_rules(results_first=True)  # fmt: skip
     world = World(config)
     world.submit("warm", 9, 1)
     while world.scheduler.num_live_requests:

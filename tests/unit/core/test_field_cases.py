@@ -18,7 +18,6 @@ from scheduler_svc.core import invariants, reasons
 from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.core.events import DrainStarted, EndReason, RefusalReason, StepAcked, TextEnded, WorkerProtocolError
 from scheduler_svc.core.kv.prefix_index import HashChain
-from scheduler_svc.core.throttle import defers_prefills
 from tests.support.core_harness import Client, World, expected_tokens, hashed_token
 
 DEFAULT = SchedulerConfig(block_size=4, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128)
@@ -76,7 +75,6 @@ def test_f03_a_prompt_larger_than_the_pool_is_refused_at_once(spec: int, chunked
         max_model_len=128,
         enable_chunked_prefill=chunked,
         num_speculative_tokens=spec,
-        async_scheduling=spec == 0,
     )
     world = World(config, num_blocks=5)
     refused, fits = world.submit("r1", 80, 1), world.submit("r2", 8, 8)
@@ -556,9 +554,7 @@ def test_f37_a_reset_is_for_every_rank_or_none() -> None:
 
 
 def test_f39_an_empty_answer_for_a_row_with_drafts_is_progress_next_time() -> None:
-    config = SchedulerConfig(
-        block_size=4, max_num_seqs=2, num_speculative_tokens=3, async_scheduling=False, refuse_empty_rows=False
-    )
+    config = SchedulerConfig(block_size=4, max_num_seqs=2, num_speculative_tokens=3).with_rules(refuse_empty_rows=False)
     world = World(config, sampler=lambda prefix, index: (11, 12, 13)[index % 3])
     client = world.submit("a", 4, 20)
     output = None
@@ -583,7 +579,7 @@ def test_f39_an_empty_answer_for_a_row_with_drafts_is_progress_next_time() -> No
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_f39_a_full_row_without_a_token_is_a_wrong_answer(drafts: int) -> None:
     """Where the core serves: it would otherwise be computed again for ever, or leave a hole in the text."""
-    config = SchedulerConfig(block_size=4, max_num_seqs=2, num_speculative_tokens=drafts, async_scheduling=not drafts)
+    config = SchedulerConfig(block_size=4, max_num_seqs=2, num_speculative_tokens=drafts)
     world = World(config)
     world.submit("a", 4, 20)
     output = world.schedule()
@@ -599,9 +595,7 @@ def test_f39_a_full_row_without_a_token_is_a_wrong_answer(drafts: int) -> None:
 
 def test_f39_a_block_that_somebody_found_stays_known_although_its_row_yielded_nothing() -> None:
     """a's row fills its second block, b begins with the same eight tokens and finds it in the same step."""
-    config = SchedulerConfig(
-        block_size=4, max_num_seqs=4, num_speculative_tokens=1, async_scheduling=False, refuse_empty_rows=False
-    )
+    config = SchedulerConfig(block_size=4, max_num_seqs=4, num_speculative_tokens=1).with_rules(refuse_empty_rows=False)
     world = World(config, sampler=lambda prefix, index: 2)
     prompt = [1, 2, 3, 1, 2, 3, 1]
     world.submit("a", prompt, 20)
@@ -618,8 +612,8 @@ def test_f39_a_block_that_somebody_found_stays_known_although_its_row_yielded_no
 @pytest.mark.parametrize("room", range(5))
 def test_f40_drafts_at_the_length_cap_are_clipped(room: int) -> None:
     config = SchedulerConfig.reference(
-        block_size=4, max_num_seqs=2, max_model_len=16, num_speculative_tokens=3, async_scheduling=False
-    )
+        block_size=4, max_num_seqs=2, max_model_len=16, num_speculative_tokens=3
+    ).with_rules(results_first=True)
     world = World(config)
     client = world.submit("a", 15 - room, 99)
     world.step()
@@ -644,13 +638,11 @@ def test_f42_unlike_lengths_preempt_nobody_while_blocks_are_free(base: Scheduler
 
 
 def test_f52_the_throttle_truth_table() -> None:
-    deferring = [c for c in product([False, True], [False, True], [0, 1]) if defers_prefills(*c)]
-    assert deferring == [(True, False, 1)]
     for throttle, bound, decodes in product([False, True], [False, True], [False, True]):
         world = World(replace(REFERENCE, max_num_batched_tokens=8, enable_prefix_caching=False))
         world.submit("first", 8 if decodes else 30, 9)
         world.step()
-        world.rank().capacity_bound = bound
+        world.rank().throttle.capacity_bound = bound
         world.submit("prefill", 4, 9)
         output = world.step(throttle=throttle)
         ids = [request_id for request_id, _ in world.rows_of(output)]
@@ -674,7 +666,7 @@ def test_f52_the_throttle_works_on_a_single_rank() -> None:
             started += [(len(world.outputs) - 1, new.request_id) for new in output.new_requests] if output else []
     assert {step % 4 for step, _ in started} == {0} and len(started) >= 4
     world.run()
-    assert world.scheduler.totals.num_deferring_steps > 0 and world.rank().num_nonempty_steps == 0
+    assert world.scheduler.totals.num_deferring_steps > 0 and world.rank().throttle.num_steps == 0
     world.check_texts()
 
 

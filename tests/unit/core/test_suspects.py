@@ -12,10 +12,10 @@ from tests.support.core_harness import World
 CONFIG = SchedulerConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
 
 
-def crash(world: World, rank: str = "r0", *, blameless: bool = False) -> None:
+def crash(world: World, rank: str = "r0", *, graceful: bool = False) -> None:
     """The worker dies with a step in flight, and another one joins."""
     world.schedule(rank)
-    world.lose(rank, blameless=blameless)
+    world.lose(rank, graceful=graceful)
     world.join(rank, 20)
 
 
@@ -79,11 +79,11 @@ def test_only_requests_with_rows_in_flight_are_blamed() -> None:
     assert world.request("queued").fruitless_epochs == 0, "its row was answered"
 
 
-def test_blameless_ends_blame_nobody() -> None:
+def test_graceful_ends_are_not_counted() -> None:
     world = World(CONFIG)
     client = world.submit("a", 5, 4)
     for _ in range(5):
-        crash(world, blameless=True)
+        crash(world, graceful=True)
     assert world.request("a").fruitless_epochs == 0
     world.run()
     assert len(client.tokens) == 4

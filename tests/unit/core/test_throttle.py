@@ -8,7 +8,7 @@ import pytest
 
 from scheduler_svc.core import reasons
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.throttle import defers_prefills, is_throttled
+from scheduler_svc.core.throttle import Throttle
 from tests.support.core_harness import World
 
 CONFIG = SchedulerConfig(
@@ -18,14 +18,20 @@ CONFIG = SchedulerConfig(
 
 @pytest.mark.parametrize("interval, steps", [(1, []), (2, [1, 3, 5, 7]), (4, [1, 2, 3, 5, 6, 7])])
 def test_every_nth_step_is_aligned(interval: int, steps: list[int]) -> None:
-    assert [n for n in range(8) if is_throttled(interval, n)] == steps
+    assert [n for n in range(8) if throttle(interval, n).is_between()] == steps
+
+
+def throttle(interval: int, num_steps: int, *, capacity_bound: bool = False) -> Throttle:
+    made = Throttle(interval)
+    made.num_steps, made.capacity_bound = num_steps, capacity_bound
+    return made
 
 
 def test_deferring_needs_all_three() -> None:
-    assert defers_prefills(True, False, 2)
-    assert not defers_prefills(False, False, 2)
-    assert not defers_prefills(True, True, 2)
-    assert not defers_prefills(True, False, 0)
+    assert throttle(4, 1).defers_prefills(2)
+    assert not throttle(4, 4).defers_prefills(2)
+    assert not throttle(4, 1, capacity_bound=True).defers_prefills(2)
+    assert not throttle(4, 1).defers_prefills(0)
 
 
 def started(world: World, steps: int) -> list[list[str]]:
@@ -87,10 +93,10 @@ def test_the_rhythm_starts_anew_when_everybody_was_idle() -> None:
     world = World(CONFIG)
     world.submit("first", 4, 3)
     world.run()
-    assert world.rank().num_nonempty_steps == 0
+    assert world.rank().throttle.num_steps == 0
     world.submit("decode", 4, 9)
     world.step()
-    assert world.rank().num_nonempty_steps == 1
+    assert world.rank().throttle.num_steps == 1
     world.run()
 
 
@@ -102,9 +108,9 @@ def test_idle_means_all_ranks() -> None:
     for _ in range(2):
         world.step("r0")
     world.step("r0")
-    assert world.running("r0") == [] and world.rank("r0").num_nonempty_steps == 2
+    assert world.running("r0") == [] and world.rank("r0").throttle.num_steps == 2
     world.run()
-    assert [world.rank(name).num_nonempty_steps for name in ("r0", "r1")] == [0, 0]
+    assert [world.rank(name).throttle.num_steps for name in ("r0", "r1")] == [0, 0]
 
 
 def test_idle_by_abort_counts_too() -> None:
@@ -114,4 +120,4 @@ def test_idle_by_abort_counts_too() -> None:
     world.step()
     world.abort("a")
     world.run()
-    assert world.rank().num_nonempty_steps == 0
+    assert world.rank().throttle.num_steps == 0

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler_svc.core import lifecycle, reasons
-from scheduler_svc.core.config import Fence, Policy, SchedulerConfig
+from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.core.events import (
     DraftsProposed,
     EndReason,
@@ -19,6 +19,7 @@ from scheduler_svc.core.events import (
 )
 from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.request import Status
+from scheduler_svc.core.rules import Fence
 from scheduler_svc.core.scheduler import Scheduler
 from tests.support.core_harness import World, expected_tokens
 
@@ -95,8 +96,8 @@ def test_look_ahead_slots_are_allocated_with_every_row() -> None:
 
 @pytest.mark.parametrize("length, admitted", [(64, True), (11, True), (10, False)])
 def test_padding_looks_at_the_model_length(length: int, admitted: bool) -> None:
-    config = replace(
-        REFERENCE, enable_prefix_caching=True, num_speculative_tokens=2, async_scheduling=False, max_model_len=length
+    config = replace(REFERENCE, enable_prefix_caching=True, num_speculative_tokens=2, max_model_len=length).with_rules(
+        results_first=True
     )
     scheduler = bare(config, 20)
     prompt = array("i", range(8))
@@ -150,7 +151,7 @@ def test_of_equals_in_both_lanes_the_earlier_comes_first_under_priority() -> Non
 
 
 def test_the_fence_is_the_newest_step_not_the_requests_own() -> None:
-    world = World(replace(REFERENCE, fence=Fence.ALWAYS))
+    world = World(REFERENCE.with_rules(fence=Fence.ALWAYS))
     world.submit("a", 8, 1)
     world.schedule()
     world.submit("b", 7, 9)
@@ -188,7 +189,9 @@ def test_a_request_resumed_with_a_sample_awaited_does_not_sample_again() -> None
 
 
 def test_drafts_of_an_earlier_run_do_not_move_the_counters_of_this_one() -> None:
-    scheduler = bare(replace(REFERENCE, num_speculative_tokens=3, async_scheduling=False, max_inflight_steps=3), 9)
+    scheduler = bare(
+        replace(REFERENCE, num_speculative_tokens=3, max_inflight_steps=3).with_rules(results_first=True), 9
+    )
     arrive(scheduler, "b", 6, 30)
     scheduler.schedule("r0")
     scheduler.handle(StepAcked("r0", 1, 1, [7]))

@@ -43,7 +43,6 @@ def random_config(seed: int) -> SchedulerConfig:
         policy=rng.choice([Policy.FCFS, Policy.PRIORITY]),
         max_inflight_steps=rng.randint(1, 3),
         num_speculative_tokens=num_drafts,
-        async_scheduling=not num_drafts,
         prefill_schedule_interval=rng.choice([1, 3]),
         watermark=rng.choice([0.0, 0.1]),
         no_worker_grace_s=5.0,
@@ -127,7 +126,7 @@ class RandomRun:
 
     def _lose(self, rank: str, reason: str) -> None:
         del self._unanswered[rank]
-        self._tell(RankLost(rank, reason, blameless=self._rng.random() < 0.5))
+        self._tell(RankLost(rank, reason, graceful=self._rng.random() < 0.5))
 
     def _arrive(self) -> None:
         rng = self._rng

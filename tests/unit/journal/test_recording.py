@@ -209,7 +209,7 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
 def test_an_unknown_version_is_named(tmp_path: Path) -> None:
     path = tmp_path / "r"
     path.write_text('{"recording":"stepfence","version":7,"stepfence":"9.1"}\n')
-    with pytest.raises(RecordingError, match=r"format 7, made by Stepfence 9.1; this version reads format 1"):
+    with pytest.raises(RecordingError, match=r"format 7, made by Stepfence 9.1; this version reads format 2"):
         Recording(path)
 
 

@@ -153,7 +153,7 @@ async def test_rule_9_a_refused_result_ends_the_epoch_at_once_and_the_client_hea
     loop.turn(1.0)
     *_, second, lost = core.without_ticks()
     assert second == StepAcked("a", 1, 2, [])
-    assert isinstance(lost, RankLost) and not lost.blameless
+    assert isinstance(lost, RankLost) and not lost.graceful
     assert client.failures == [(1, "wrong answer: does not fit")]
     # Nothing is scheduled there until it has joined again.
     assert core.asked == []

@@ -192,8 +192,8 @@ def test_a_rank_that_was_given_up_leaves_no_series() -> None:
 def test_losses_are_there_from_the_start_and_outlive_the_rank() -> None:
     run = Run(usable=16)
     assert [value(run.samples(), "stepfence_worker_losses_total", cause=cause) for cause in ("lost", "left")] == [0, 0]
-    for blameless in (False, True, False):
-        run.sink.epoch_ended("r", blameless)
+    for graceful in (False, True, False):
+        run.sink.epoch_ended("r", graceful)
     run.sink.keep_ranks([])
     assert [value(run.samples(), "stepfence_worker_losses_total", cause=cause) for cause in ("lost", "left")] == [2, 1]
 
