@@ -28,6 +28,8 @@ class SchedulingRules:
     # A row that must yield a token and yields none is a wrong answer (contract rule 9). False takes its drafts for
     # rejected and computes it again.
     refuse_empty_rows: bool = True
+    # A reset of the prefix cache succeeds although blocks wait for their fence, since no request holds them.
+    reset_over_parked: bool = True
     # Drafts are proposed by the scheduler. False: they come as DraftsProposed, and an admission of one token beside
     # decodes is padded to their width.
     proposes_drafts: bool = True
@@ -45,5 +47,6 @@ VLLM_0_25_1 = SchedulingRules(
     refuse_infeasible=False,
     resume_settled=False,
     refuse_empty_rows=False,
+    reset_over_parked=False,
     proposes_drafts=False,
 )

@@ -301,14 +301,16 @@ class Scheduler:
     # --- operators ------------------------------------------------------------------------------------------------
 
     def _reset_prefix_cache(self, event: PrefixCacheResetRequested) -> None:
-        """Reset every rank or none. Blocks behind a fence do not stand in the way: a reset that preempts succeeds."""
+        """Reset every rank or none. Blocks behind a fence do not stand in the way (unless the rules say otherwise), so
+        a reset that preempts succeeds."""
         state = self.state
         ranks = list(state.ranks.values())
         if event.preempt_running:
             for rank in ranks:
                 for request in reversed(rank.running[:]):
                     self._preempt_for_reset(rank, request)
-        busy = [rank.name for rank in ranks if rank.kv.is_held]
+        over_parked = state.config.rules.reset_over_parked
+        busy = [rank.name for rank in ranks if rank.kv.is_held or (rank.kv.parked and not over_parked)]
         if busy:
             message = f"blocks are in use on {', '.join(busy)}"
             state.effects.append(PrefixCacheReset(False, message))

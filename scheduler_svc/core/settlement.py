@@ -10,6 +10,8 @@ from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.request import FINISHED, Request, Status
 from scheduler_svc.core.state import CoreState
 
+# A request that has its last token: why, and the id that stopped it.
+_End = tuple[Request, EndReason, int | None]
 _ENDED = {EndReason.STOP: Status.FINISHED_STOPPED, EndReason.LENGTH: Status.FINISHED_LENGTH}
 
 
@@ -25,14 +27,17 @@ def acknowledge(state: CoreState, event: StepAcked) -> None:
     rank.quiet_since = state.now
     rank.kv.release_due(rank.window.acked_fence)
     rank.reuse_rows(record.released_rows)
-    first_effect = len(state.effects)
+    ends: list[_End] = []
     if record.has_drafts or event.counts is not None or state.proposer is not None:
-        produced = _settle_counted(state, record, event)
+        produced = _settle_counted(state, record, event, ends)
     else:
-        produced = _settle_plain(state, record, event.sampled)
+        produced = _settle_plain(state, record, event.sampled, ends)
     if produced.handles:
         state.totals.num_output_tokens += len(produced.tokens)
-        state.effects.insert(first_effect, produced)
+        state.effects.append(produced)
+    # After all rows, so that tokens come before ends, and the last block of a request is cached before it is freed.
+    for request, reason, stop_token_id in ends:
+        lifecycle.finish(state, request, _ENDED[reason], reason, stop_token_id=stop_token_id)
 
 
 def _checked(rank: RankState, event: StepAcked, *, least: int) -> StepRecord:
@@ -59,7 +64,7 @@ def _checked(rank: RankState, event: StepAcked, *, least: int) -> StepRecord:
     return record
 
 
-def _settle_plain(state: CoreState, record: StepRecord, sampled: list[int]) -> TokensProduced:
+def _settle_plain(state: CoreState, record: StepRecord, sampled: list[int], ends: list[_End]) -> TokensProduced:
     """One token for each sampling row: the common case, and what an acknowledgement costs."""
     caches = not state.config.rules.results_first
     handles: list[int] = []
@@ -70,7 +75,7 @@ def _settle_plain(state: CoreState, record: StepRecord, sampled: list[int]) -> T
         if request.run != run:
             if expected:
                 token = next_token()
-                if _append_stale(state, request, run, [token], 1):
+                if _append_stale(request, run, [token], 1, ends):
                     add_handle(request.handle)
                     add_token(token)
             continue
@@ -84,13 +89,13 @@ def _settle_plain(state: CoreState, record: StepRecord, sampled: list[int]) -> T
             add_handle(request.handle)
             add_token(token)
             if request.num_tokens >= request.limit or token in request.stops:
-                _stop_if_due(state, request, token)
-        if request.settled >= request.cache_at and caches and request.status is Status.RUNNING:
+                _stop_if_due(request, token, ends)
+        if request.settled >= request.cache_at and caches:
             request.rank.kv.cache_blocks(request, request.settled)  # type: ignore[union-attr]
     return TokensProduced(handles, None, tokens)
 
 
-def _settle_counted(state: CoreState, record: StepRecord, event: StepAcked) -> TokensProduced:
+def _settle_counted(state: CoreState, record: StepRecord, event: StepAcked, ends: list[_End]) -> TokensProduced:
     """Rows with drafts, or with a count column: each yields between nothing and 1 + its drafts."""
     counts = event.counts
     if counts is None:
@@ -104,9 +109,9 @@ def _settle_counted(state: CoreState, record: StepRecord, event: StepAcked) -> T
         row = event.sampled[at : at + count]
         at += count
         if request.run != run:
-            kept = row if expected and _append_stale(state, request, run, row, expected) else []
+            kept = row if expected and _append_stale(request, run, row, expected, ends) else []
         else:
-            kept = _settle_row(state, request, n, expected, row)
+            kept = _settle_row(state, request, n, expected, row, ends)
         if kept:
             handles.append(request.handle)
             out_counts.append(len(kept))
@@ -114,8 +119,10 @@ def _settle_counted(state: CoreState, record: StepRecord, event: StepAcked) -> T
     return TokensProduced(handles, out_counts, tokens)
 
 
-def _settle_row(state: CoreState, request: Request, n: int, expected: int, row: list[int]) -> list[int]:
-    """Settle one row of 1 + k tokens: drafts behind the accepted ones were never computed, as far as anyone will read.
+def _settle_row(
+    state: CoreState, request: Request, n: int, expected: int, row: list[int], ends: list[_End]
+) -> list[int]:
+    """Settle one row of 1 + k tokens: the KV of rejected drafts is overwritten later and does not count as computed.
     Returns the tokens that belong to the request."""
     request.in_flight -= n
     # A sampling row that yields nothing has computed none of what it was to verify (F39).
@@ -125,18 +132,25 @@ def _settle_row(state: CoreState, request: Request, n: int, expected: int, row: 
         request.awaited_drafts -= expected - 1
     if expected and not row:
         _uncache_uncomputed(request)
-    kept: list[int] = []
-    for token in row:
+    is_last = _append(request, row, ends)
+    # Tokens behind a stop are computed, but no part of the request.
+    settled = min(request.settled, request.num_tokens)
+    if not state.config.rules.results_first and settled >= request.cache_at:
+        request.rank.kv.cache_blocks(request, settled)  # type: ignore[union-attr]
+    if row and not is_last and state.proposer is not None:
+        request.drafts = state.proposer.propose(request.tokens)
+    return row
+
+
+def _append(request: Request, row: list[int], ends: list[_End]) -> bool:
+    """Append tokens up to the one that ends the request, and cut the row there. Whether one does."""
+    for index, token in enumerate(row):
         request.tokens.append(token)
         request.num_tokens += 1
-        kept.append(token)
-        if (request.num_tokens >= request.limit or token in request.stops) and _stop_if_due(state, request, token):
-            return kept
-    if not state.config.rules.results_first and request.settled >= request.cache_at:
-        request.rank.kv.cache_blocks(request, request.settled)  # type: ignore[union-attr]
-    if kept and state.proposer is not None:
-        request.drafts = state.proposer.propose(request.tokens)
-    return kept
+        if (request.num_tokens >= request.limit or token in request.stops) and _stop_if_due(request, token, ends):
+            del row[index + 1 :]
+            return True
+    return False
 
 
 def _uncache_uncomputed(request: Request) -> None:
@@ -147,7 +161,7 @@ def _uncache_uncomputed(request: Request) -> None:
         kv.uncache_blocks(request, full)
 
 
-def _append_stale(state: CoreState, request: Request, run: int, row: list[int], expected: int) -> bool:
+def _append_stale(request: Request, run: int, row: list[int], expected: int, ends: list[_End]) -> bool:
     """A row of an earlier run: its tokens count (the recompute will include them), its progress does not. Returns
     whether they were kept: tokens of ended requests, and of runs below a reset's mark, are dropped (contract rule
     6)."""
@@ -155,21 +169,15 @@ def _append_stale(state: CoreState, request: Request, run: int, row: list[int], 
         return False
     request.awaited -= expected
     request.awaited_drafts -= expected - 1
-    for index, token in enumerate(row):
-        request.tokens.append(token)
-        request.num_tokens += 1
-        if (request.num_tokens >= request.limit or token in request.stops) and _stop_if_due(state, request, token):
-            del row[index + 1 :]
-            break
+    _append(request, row, ends)
     return bool(row)
 
 
-def _stop_if_due(state: CoreState, request: Request, token: int) -> bool:
+def _stop_if_due(request: Request, token: int, ends: list[_End]) -> bool:
     verdict = stopping.check(request, token)
     if verdict is None:
         return False
-    reason, stop_token_id = verdict
-    lifecycle.finish(state, request, _ENDED[reason], reason, stop_token_id=stop_token_id)
+    ends.append((request, *verdict))
     return True
 
 

@@ -337,8 +337,11 @@ class CheckedCore:
         _demand(len(answers) == 1, f"a reset got {len(answers)} answers")
         ranks = self.scheduler.state.ranks.values()
         held = any(request.blocks for rank in ranks for request in rank.running)
+        if not self.config.rules.reset_over_parked:
+            held = held or any(rank.kv.parked for rank in ranks)
         _demand(answers[0].success is not held, f"reset says {answers[0].success}, blocks held: {held}")
-        _demand(answers[0].success or not preempt_running, "a reset that preempts was refused")
+        is_sure = preempt_running and self.config.rules.reset_over_parked
+        _demand(answers[0].success or not is_sure, "a reset that preempts was refused")
         left = sum(len(r.kv.pool.index) for r in ranks)
         _demand(not (answers[0].success and left), f"{left} block hashes survive a reset")
         self.reached[f"reset {'done' if answers[0].success else 'refused'}"] += 1

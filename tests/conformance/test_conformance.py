@@ -65,13 +65,7 @@ def test_the_scope_is_what_it_says() -> None:
     assert set(SUPPORTED) == required
 
 
-# F91: the block that the last token of a request fills is cached before it is freed.
-F91 = {f"async-{number}" for number in (31337, 31338, 31339, 31345, 31346, 31356, 31358)}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.xfail(name in F91, reason="F91", strict=True)) for name in SUPPORTED]
-)
+@pytest.mark.parametrize("name", SUPPORTED)
 def test_decides_as_recorded(name: str) -> None:
     result = scenario.run_scenario(ALL[name], check_invariants=True)
     assert compare.difference(TRUTH[name], result) is None, CASES.get(name, {}).get("why", "")

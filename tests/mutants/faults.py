@@ -335,6 +335,24 @@ FAULTS: tuple[Fault, ...] = (
         "expected and not row",
         "False",
     ),
+    Fault(
+        "the last block of a request is freed and not cached",
+        "settlement:_settle_plain",
+        "request.settled >= request.cache_at and caches",
+        "request.settled >= request.cache_at and caches and not ends",
+    ),
+    Fault(
+        "tokens behind a stop fill a block",
+        "settlement:_settle_row",
+        "min(request.settled, request.num_tokens)",
+        "request.settled",
+    ),
+    Fault(
+        "a reset over parked blocks is never refused",
+        "scheduler:Scheduler._reset_prefix_cache",
+        "rank.kv.is_held or (rank.kv.parked and not over_parked)",
+        "rank.kv.is_held",
+    ),
     # --- results ---
     Fault(
         "a late result counts as progress",

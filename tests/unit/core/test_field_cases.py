@@ -18,6 +18,7 @@ from scheduler_svc.core import invariants, reasons
 from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.core.events import DrainStarted, EndReason, RefusalReason, StepAcked, TextEnded, WorkerProtocolError
 from scheduler_svc.core.kv.prefix_index import HashChain
+from scheduler_svc.core.rules import Fence
 from tests.support.core_harness import Client, World, expected_tokens, hashed_token
 
 DEFAULT = SchedulerConfig(block_size=4, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128)
@@ -869,3 +870,54 @@ def test_the_scripted_text_depends_on_every_token_of_the_prefix() -> None:
     prompt = list(range(20))
     texts = {tuple(expected_tokens([*prompt[:i], 99, *prompt[i + 1 :]], 3)) for i in range(20)}
     assert len(texts) == 20 and hashed_token(1, 0) == hashed_token(1, 5)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_f91_the_block_that_the_last_token_fills_is_cached(depth: int, num_drafts: int) -> None:
+    """Prompt and outputs without the last token are 8 tokens: two blocks, which a request that continues them finds."""
+    config = SchedulerConfig(block_size=4, max_num_seqs=2, max_inflight_steps=depth, num_speculative_tokens=num_drafts)
+    # A text that repeats, so that drafts are proposed and accepted.
+    world = World(config, sampler=lambda prefix, index: 11 + index % 2)
+    first = world.submit("first", [11, 12, 11, 12, 11, 12], 3)
+    world.run()
+    after = world.submit("after", [*first.prompt, *first.tokens, 99], 1)
+    world.run()
+    assert after.ended is not None and after.ended.usage.num_cached_tokens == 8
+    world.check_texts()
+
+
+def test_f91_tokens_behind_a_stop_fill_no_block() -> None:
+    """Drafts behind the token that stops the request are accepted by the worker, but are no part of the request."""
+    config = SchedulerConfig(block_size=4, max_num_seqs=2, num_speculative_tokens=3)
+    world = World(config, sampler=lambda prefix, index: (11, 12, 13)[index % 3])
+    first = world.submit("first", [13, 11, 12, 13, 11, 12, 13], 30, stop_token_ids=(12,), min_tokens=2)
+    world.run()
+    assert first.reason is EndReason.STOP and first.tokens == [11, 12]
+    assert len(world.rank().kv.pool.index) == 2
+    assert any(output.num_drafts is not None for output in world.outputs)
+
+
+def test_f91_with_results_first_full_blocks_are_cached_when_they_are_scheduled() -> None:
+    world = World(REFERENCE.with_rules(results_first=True))
+    first = world.submit("first", 6, 3)
+    world.run()
+    after = world.submit("after", [*first.prompt, *first.tokens, 99], 1)
+    world.run()
+    assert after.ended is not None and after.ended.usage.num_cached_tokens == 8
+
+
+@pytest.mark.parametrize("preempt_running", [False, True])
+def test_f131_a_reset_over_blocks_that_wait_for_their_fence(preempt_running: bool) -> None:
+    for rules, succeeds in ((REFERENCE.rules, False), (SchedulerConfig().rules, True)):
+        world = World(replace(REFERENCE, rules=rules).with_rules(fence=Fence.ALWAYS))
+        world.submit("a", 5, 9)
+        world.schedule()
+        if not preempt_running:
+            world.abort("a")
+        assert world.reset(preempt_running=preempt_running) is succeeds
+        assert world.rank().kv.pool.num_parked == 2
+        world.ack()
+        assert world.reset() is True
+        world.run()
+        world.check_texts()
