@@ -23,7 +23,7 @@ def run(state: CoreState, rank: RankState, plan: StepPlan, *, defer_prefills: bo
     while stopped is None and (request := _candidate(state, rank)) is not None:
         verdict = (
             _step_is_full(state, rank, plan)
-            or _refusal_here(state, rank, request)
+            or _refusal_here(state, rank, plan, request)
             or _try_admit(state, rank, plan, request, defer_prefills)
         )
         if verdict is None:
@@ -59,12 +59,12 @@ def _step_is_full(state: CoreState, rank: RankState, plan: StepPlan) -> SkipReas
         return reasons.NO_BUDGET
     if len(rank.running) >= state.config.max_num_seqs:
         return reasons.SEQUENCE_LIMIT
-    if rank.running and (rank.reserved_for is not None or rank.running[0].is_suspect):
+    if rank.running and (rank.reserved_for is not None or next(iter(rank.running)).is_suspect):
         return reasons.RANK_QUARANTINED
     return None
 
 
-def _refusal_here(state: CoreState, rank: RankState, request: Request) -> SkipReason | None:
+def _refusal_here(state: CoreState, rank: RankState, plan: StepPlan, request: Request) -> SkipReason | None:
     """Why this rank puts the request aside, which has nothing to do with how much room there is."""
     if request.status in BLOCKED:
         if not request.grammar_ready:
@@ -78,6 +78,8 @@ def _refusal_here(state: CoreState, rank: RankState, request: Request) -> SkipRe
         return reasons.NEVER_FITS_HERE
     if rank.reserved_for is request:
         return None
+    if (reason := state.policy.gate(plan, request)) is not None:
+        return reason
     if request.is_suspect and _waits_to_run_alone(state, rank, request):
         return reasons.QUARANTINED
     return reasons.PASSED_OVER if _better_elsewhere(state, rank, request) else None

@@ -41,7 +41,7 @@ def preempt(state: CoreState, rank: RankState, victim: Request, *, beneficiary: 
     # The loss of a rank is noticed late: its requests stood still before.
     victim.preempted_at = max(rank.quiet_since, victim.run_since) if cause == "rank_lost" else state.now
     victim.preemption_cause = cause
-    victim.skip_reason, victim.skipped_in_pass = reasons.PREEMPTED, state.num_admission_passes
+    victim.skip_reason, victim.skipped_in_pass = reasons.PREEMPTED, state.num_passes
     rank.preempted_ids.append(victim.request_id)
     if rank.is_draining:
         rank.returning.add(victim.sequence)
@@ -83,6 +83,7 @@ def finish(
     request.run += 1
     request.drafts = ()
     del state.requests[request.request_id]
+    state.policy.on_finish(request)
     _announce(state, request, rank)
     _count(state, status)
     state.effects.append(

@@ -6,17 +6,14 @@ Nothing a plan holds is visible to the request's counters before `build`; blocks
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
-from operator import attrgetter
 
 from scheduler_svc.core.inflight import StepRecord
 from scheduler_svc.core.output import DeferredFree, NewRow, SchedulerOutput
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.state import Totals
+from scheduler_svc.core.stats import Totals
 
 _NO_COLUMN: array[int] = array("i")
-_admission_number = attrgetter("admission_number")
 
 
 class StepPlan:
@@ -108,9 +105,8 @@ class StepPlan:
             self.rank.kv.uncache_blocks(victim, self._cached_before.pop(victim))
         self.grown.pop(victim, None)
         self.drafts.pop(victim, None)
-        # Rows stand in order of admission.
-        index = bisect_left(self.requests, victim.admission_number, key=_admission_number)
-        if index < len(self.requests) and self.requests[index] is victim:
+        if victim in self.requests:
+            index = self.requests.index(victim)
             self.tokens_left += self.num_tokens[index]
             del self.requests[index], self.num_tokens[index]
 

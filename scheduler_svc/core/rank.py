@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.inflight import InflightWindow
 from scheduler_svc.core.kv.manager import KvManager
@@ -16,14 +14,14 @@ class RankState:
     """State of one epoch of a rank. A new epoch is a new object: pool, index, rows and window start empty."""
 
     __slots__ = (
-        "_admissions",
         "epoch",
         "finished_ids",
         "free_rows",
         "is_draining",
         "kv",
+        "last_pass",
+        "last_pass_fence",
         "name",
-        "next_admission",
         "num_decodes",
         "num_rows",
         "preempted_ids",
@@ -32,7 +30,7 @@ class RankState:
         "reserved_for",
         "returning",
         "running",
-        "stopped_at",
+        "stopped",
         "throttle",
         "vocab_size",
         "window",
@@ -52,10 +50,8 @@ class RankState:
             watermark=config.watermark,
         )
         self.window = InflightWindow(config.max_inflight_steps)
-        # In order of admission, and the parallel list of admission numbers by which a request is found.
-        self.running: list[Request] = []
-        self._admissions: list[int] = []
-        self.next_admission = 1
+        # In order of admission.
+        self.running: dict[Request, None] = {}
         # Of running, those whose last row was not a partial prefill.
         self.num_decodes = 0
         self.num_rows = config.num_rows
@@ -73,25 +69,24 @@ class RankState:
         self.quiet_since = 0.0
         # A suspect that waits for this rank to become empty (D31).
         self.reserved_for: Request | None = None
-        # Why the last step's pass over running ended early, and the admission number from which it reached nobody.
-        self.stopped_at: tuple[SkipReason, int] | None = None
+        # Number of the pass that planned its last step, and the fence of that step, 0 if it has no rows.
+        self.last_pass = 0
+        self.last_pass_fence = 0
+        # Why that pass ended before the last of the running requests; those behind have no row and no reason of it.
+        self.stopped: SkipReason | None = None
 
     def admit(self, request: Request) -> None:
-        """Append to running; gives the request its row and its place in the order."""
+        """Append to running; gives the request its row."""
         request.rank = self
         request.row = self.free_rows.pop()
         request.last_fence = 0
-        request.admission_number = self.next_admission
-        self.next_admission += 1
-        self.running.append(request)
-        self._admissions.append(request.admission_number)
+        self.running[request] = None
         # Until its first step is built says otherwise.
         request.is_prefill_chunk = True
 
     def remove(self, request: Request) -> None:
         """Take out of running; its row is free again once the step that tells the worker is acknowledged."""
-        index = bisect_left(self._admissions, request.admission_number)
-        del self.running[index], self._admissions[index]
+        del self.running[request]
         self.released_rows.append(request.row)
         if not request.is_prefill_chunk:
             self.num_decodes -= 1

@@ -76,7 +76,6 @@ class Request:
     """A live request. Fields are public to the core and written by the module that owns the change."""
 
     __slots__ = (
-        "admission_number",
         "arrival",
         "arrived_at",
         "awaited",
@@ -173,7 +172,6 @@ class Request:
         # The rank it runs on, or ran on last.
         self.rank: RankState | None = None
         self.row = -1
-        self.admission_number = 0
         self.run = 0
         # Results of runs below this are dropped, tokens included (reset of the prefix cache).
         self.reset_mark = 0
@@ -220,7 +218,7 @@ class Request:
         # Whether it stands in the skipped lane, and its heap entry under priority.
         self.skipped = False
         self.queue_entry: object = None
-        # The last reason for getting nothing, and the pass over the queue in which it was noted.
+        # The last reason for getting nothing, and the number of the pass that noted it.
         self.skip_reason: SkipReason | None = None
         self.skipped_in_pass = 0
         # Steps of ranks that left it to another rank with a longer cached prefix.

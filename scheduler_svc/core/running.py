@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from scheduler_svc.core import lifecycle, reasons, rows
 from scheduler_svc.core.plan import StepPlan
-from scheduler_svc.core.policy import choose_victim
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.request import Request, Status
@@ -20,11 +19,11 @@ def run(state: CoreState, rank: RankState, plan: StepPlan, *, defer_prefills: bo
     `_consider`."""
     lookahead = state.config.num_lookahead_slots
     add_request, add_count = plan.requests.append, plan.num_tokens.append
-    rank.stopped_at = None
+    rank.stopped = None
     left = plan.tokens_left
-    for request in rank.running[:]:
+    for request in state.policy.running_order(rank):
         if left <= 0:
-            rank.stopped_at = (reasons.NO_BUDGET, request.admission_number)
+            rank.stopped = reasons.NO_BUDGET
             break
         awaited = request.awaited
         end = request.settled + request.in_flight + 1
@@ -44,7 +43,7 @@ def run(state: CoreState, rank: RankState, plan: StepPlan, *, defer_prefills: bo
             n = _consider(state, rank, plan, request, defer_prefills)
             left = plan.tokens_left
             if n == _END_OF_PASS:
-                rank.stopped_at = (reasons.BEHIND_PREEMPTION, request.admission_number)
+                rank.stopped = reasons.BEHIND_PREEMPTION
                 break
             if n == 0:
                 continue
@@ -110,7 +109,7 @@ def _make_room(state: CoreState, rank: RankState, plan: StepPlan, request: Reque
             plan.wait_for_fence(request, need)
             state.skip(request, reasons.WAITING_FOR_FENCE)
             return False
-        victim = choose_victim(rank.running, request, config.policy, config.max_preemptions)
+        victim = state.policy.victim(plan, request)
         plan.withdraw(victim)
         lifecycle.preempt(state, rank, victim, beneficiary=request.request_id, cause="blocks")
         state.queue.prepend(victim)

@@ -46,7 +46,8 @@ from scheduler_svc.core.output import SchedulerOutput
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.request import QUEUED, Request, Status
-from scheduler_svc.core.state import CoreState, Totals
+from scheduler_svc.core.state import CoreState
+from scheduler_svc.core.stats import Totals
 from scheduler_svc.core.views import Explanation, RankAuditFacts, RankView
 
 
@@ -133,8 +134,10 @@ class Scheduler:
         rank = state.ranks.get(rank_name)
         if rank is None or rank.window.is_full:
             return None
+        state.num_passes += 1
+        rank.last_pass = state.num_passes
         if state.pause is PauseState.UNPAUSED and not rank.is_draining:
-            state.num_admission_passes += 1
+            state.last_admission_pass = state.num_passes
         plan = StepPlan(rank, 0 if state.pause is PauseState.PAUSED_ALL else state.config.step_budget)
         defer = rank.throttle.defers_prefills(rank.num_decodes)
         skips, was_idle = state.totals.skips, not len(rank.window)
@@ -143,6 +146,9 @@ class Scheduler:
         if self._may_admit(rank, plan):
             admission.run(state, rank, plan, defer_prefills=defer)
         output = plan.build(state.totals)
+        rank.last_pass_fence = rank.window.newest_fence if plan.requests else 0
+        if output is not None:
+            state.policy.charge(plan)
         if was_idle:
             rank.quiet_since = state.now
         if output is not None and output.total_num_tokens:
@@ -209,6 +215,7 @@ class Scheduler:
         if event.now < state.now:
             raise AssertionError(f"time runs backwards: {event.now} after {state.now}")
         state.now = event.now
+        state.policy.tick(event.now)
         self._end_overdue()
         grace = state.config.no_worker_grace_s
         for request_id in [i for i, since in state.unholdable_since.items() if state.now - since >= grace]:
@@ -262,7 +269,7 @@ class Scheduler:
         rank.is_draining = True
         rank.reserved_for = None
         pools = [other.kv.num_usable for other in state.ranks.values() if not other.is_draining]
-        for request in reversed(rank.running[:]):
+        for request in reversed(list(rank.running)):
             if state.blocks_needed(request) <= max(pools, default=0):
                 lifecycle.preempt(state, rank, request, beneficiary="", cause="rank_draining")
                 state.queue.prepend(request)
@@ -307,7 +314,7 @@ class Scheduler:
         ranks = list(state.ranks.values())
         if event.preempt_running:
             for rank in ranks:
-                for request in reversed(rank.running[:]):
+                for request in reversed(list(rank.running)):
                     self._preempt_for_reset(rank, request)
         over_parked = state.config.rules.reset_over_parked
         busy = [rank.name for rank in ranks if rank.kv.is_held or (rank.kv.parked and not over_parked)]
@@ -371,6 +378,8 @@ class Scheduler:
         first = self.state.first_deadline()
         times = [] if first is None else [first]
         grace = self.state.config.no_worker_grace_s
+        if (of_policy := self.state.policy.next_deadline()) is not None:
+            times.append(of_policy)
         times += [since + grace for since in self.state.unholdable_since.values()]
         return min(times, default=None)
 

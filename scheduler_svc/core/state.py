@@ -1,44 +1,19 @@
-"""What the scheduler knows: one object that the deciding modules share, and the counts it keeps."""
+"""What the scheduler knows: one object that the deciding modules share."""
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.drafts import NgramProposer
 from scheduler_svc.core.events import Effect, PauseState
-from scheduler_svc.core.kv.manager import PrefixStats
-from scheduler_svc.core.queues import WaitingQueue
+from scheduler_svc.core.policies import make_policy
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.rules import Fence
-
-
-@dataclass(slots=True)
-class Totals:
-    """Counts since the start. Tokens computed and recomputed are those dispatched."""
-
-    num_accepted: int = 0
-    num_refused: int = 0
-    num_finished: int = 0
-    num_failed: int = 0
-    num_aborted: int = 0
-    # By the scheduler's own choice; for want of blocks, or by a reset of the prefix cache.
-    num_preemptions: int = 0
-    num_requeued_after_worker_loss: int = 0
-    num_computed_tokens: int = 0
-    num_recomputed_tokens: int = 0
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    num_deferring_steps: int = 0
-    # Recomputed tokens by what made it necessary, and how often a pass gave a request nothing, by reason.
-    recomputed_by_cause: dict[str, int] = field(default_factory=dict)
-    skips: dict[SkipReason, int] = field(default_factory=dict)
-    # Look-ups of all ranks that ever lived.
-    prefix: PrefixStats = field(default_factory=PrefixStats)
+from scheduler_svc.core.stats import Totals
 
 
 class CoreState:
@@ -47,7 +22,8 @@ class CoreState:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.now = 0.0
-        self.queue = WaitingQueue(config.policy)
+        self.policy = make_policy(config)
+        self.queue = self.policy.queue
         # Live requests by id.
         self.requests: dict[str, Request] = {}
         self.ranks: dict[str, RankState] = {}
@@ -72,8 +48,10 @@ class CoreState:
         self.recent_ends: deque[float] = deque(maxlen=64)
         # Why the last pass over the queue of any rank ended, and at which request.
         self.admission_stopped: tuple[SkipReason, Request] | None = None
-        # Passes over the queue so far: a reason noted in an earlier one is not the present one.
-        self.num_admission_passes = 0
+        # Steps planned so far, with or without a result, and the number of the last one that looked at the queue: a
+        # reason noted in an earlier one is not the present one.
+        self.num_passes = 0
+        self.last_admission_pass = 0
 
     def living(self, request: Request) -> RankState | None:
         """The request's rank, if that epoch of it still lives."""
@@ -82,7 +60,7 @@ class CoreState:
 
     def skip(self, request: Request, reason: SkipReason) -> None:
         """A pass examined the request and gave it nothing (R4)."""
-        request.skip_reason, request.skipped_in_pass = reason, self.num_admission_passes
+        request.skip_reason, request.skipped_in_pass = reason, self.num_passes
         skips = self.totals.skips
         skips[reason] = skips.get(reason, 0) + 1
 

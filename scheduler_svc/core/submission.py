@@ -6,7 +6,6 @@ from array import array
 
 import numpy as np
 
-from scheduler_svc.core.config import Policy
 from scheduler_svc.core.events import RefusalReason, RequestArrived, RequestRefused
 from scheduler_svc.core.request import Limits
 from scheduler_svc.core.state import CoreState
@@ -37,11 +36,12 @@ def _refusal_before_sizes(state: CoreState, event: RequestArrived) -> RequestRef
         )
     if not state.config.rules.refuse_infeasible:
         return None
-    if event.priority and state.config.policy is Policy.FCFS:
+    if event.priority and not state.policy.accepts_priority:
         return _refuse(
             event,
             RefusalReason.PRIORITY_NOT_SUPPORTED,
-            f"Priority {event.priority} needs the scheduler to run with --policy priority; it runs fcfs.",
+            f"Priority {event.priority} needs the scheduler to run with --policy priority; "
+            f"it runs {state.config.policy.value}.",
         )
     if (reason := _no_worker(state)) is not None:
         return _refuse(event, RefusalReason.NO_WORKER, reason)

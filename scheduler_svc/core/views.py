@@ -85,8 +85,9 @@ def _why_not_scheduled(state: CoreState, rank: RankState, request: Request) -> t
         return None, f"in step {step_seq} of {rank.name}"
     if state.pause is PauseState.PAUSED_ALL:
         return reasons.PAUSED, reasons.PAUSED.text
-    if rank.stopped_at is not None and request.admission_number >= rank.stopped_at[1]:
-        return rank.stopped_at[0], rank.stopped_at[0].text
+    had_row = request.last_fence == rank.last_pass_fence and request.last_fence > 0
+    if rank.stopped is not None and not had_row and request.skipped_in_pass != rank.last_pass:
+        return rank.stopped, rank.stopped.text
     if in_newest:
         return None, f"in the last step of {rank.name}, which is answered"
     reason = request.skip_reason or reasons.NOT_EXAMINED
@@ -101,7 +102,7 @@ def _why_not_admitted(state: CoreState, request: Request) -> tuple[SkipReason, s
     admitting = [rank for rank in state.ranks.values() if not rank.is_draining or state.is_taken_back(rank, request)]
     if not admitting:
         return reasons.RANK_DRAINING, reasons.RANK_DRAINING.text
-    if request.skip_reason is not None and request.skipped_in_pass == state.num_admission_passes:
+    if request.skip_reason is not None and request.skipped_in_pass >= state.last_admission_pass:
         return request.skip_reason, request.skip_reason.text
     stopped = state.admission_stopped
     # Whoever it was that stopped the pass may have ended since.

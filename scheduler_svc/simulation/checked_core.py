@@ -9,7 +9,7 @@ AssertionErrors (InvariantViolation, WorkerViolation, CoreViolation)."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -232,6 +232,7 @@ class CheckedCore:
             return None
         deep = self._is_deep()
         before = Before.of(self.scheduler, rank) if deep else None
+        running = [r.request_id for r in rank.running]
         output = self.scheduler.schedule(name)
         effects = self.scheduler.take_effects()
         if self.transcript is not None:
@@ -240,7 +241,7 @@ class CheckedCore:
         link = self.links[name]
         if output is not None:
             self._send(link, output)
-        self._count_step(rank.running, output, effects)
+        self._count_step(running, rank.running, output, effects)
         if output is not None and self.drafts_are_placeholders:
             self.scheduler.handle(placeholders(name, rank.window.records[-1], self.config.num_speculative_tokens))
         if before is not None:
@@ -636,7 +637,9 @@ class CheckedCore:
         rank = self.scheduler.state.ranks[link.name]
         _demand(len(rank.window) == link.worker.num_waiting + 1, f"window of {link.name} and worker differ")
 
-    def _count_step(self, running: list[Request], output: SchedulerOutput | None, effects: Sequence[Effect]) -> None:
+    def _count_step(
+        self, before: list[str], running: Iterable[Request], output: SchedulerOutput | None, effects: Sequence[Effect]
+    ) -> None:
         reached = self.reached
         if output is None:
             return
@@ -653,12 +656,9 @@ class CheckedCore:
             if request.skip_reason is not None:
                 reached[f"skipped: {request.skip_reason.name}"] += 1
         victims = [e for e in effects if isinstance(e, RequestPreempted)]
-        reached["victim ahead of the beneficiary"] += sum(self._was_ahead(e) for e in victims)
-
-    def _was_ahead(self, effect: RequestPreempted) -> bool:
-        victim = self.scheduler.state.requests.get(effect.victim)
-        needy = self.scheduler.state.requests.get(effect.beneficiary)
-        return victim is not None and needy is not None and victim.admission_number < needy.admission_number
+        reached["victim ahead of the beneficiary"] += sum(
+            before.index(e.victim) < before.index(e.beneficiary) for e in victims
+        )
 
     def _count_place(self, request_id: str, what: str) -> None:
         request = self.scheduler.state.requests[request_id]

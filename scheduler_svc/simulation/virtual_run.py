@@ -24,7 +24,7 @@ from scheduler_svc.core.events import (
     TokensProduced,
 )
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.state import Totals
+from scheduler_svc.core.stats import Totals
 from scheduler_svc.simulation.cost_model import CostModel
 from scheduler_svc.simulation.workload import END_TOKEN, VOCAB_SIZE, TracedRequest, output_token
 

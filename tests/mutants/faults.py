@@ -88,27 +88,27 @@ FAULTS: tuple[Fault, ...] = (
     # --- victims ---
     Fault(
         "the first in running is the victim",
-        "policy:_worst",
-        "running[-1]",
-        "running[0]",
+        "policies.fcfs:FcfsPolicy.worst",
+        "next(reversed(running))",
+        "next(iter(running))",
     ),
     Fault(
         "of equal victims the last one goes",
-        "policy:_worst",
+        "policies.priority:PriorityPolicy.worst",
         "max(running, key=_priority_key)",
         "max(reversed(running), key=_priority_key)",
     ),
     Fault(
         "max_preemptions is ignored",
-        "policy:choose_victim",
-        "max_preemptions is None or victim.num_shortage_preemptions < max_preemptions",
+        "policies.base:SchedulingPolicy.victim",
+        "most is None or victim.num_shortage_preemptions < most",
         "True",
     ),
     Fault(
         "the needy request is another victim",
-        "policy:choose_victim",
-        "r.num_shortage_preemptions < max_preemptions and r is not needy",
-        "r.num_shortage_preemptions < max_preemptions",
+        "policies.base:SchedulingPolicy.victim",
+        "r.num_shortage_preemptions < most and r is not needy",
+        "r.num_shortage_preemptions < most",
     ),
     Fault(
         "a victim goes to the end of the queue",
@@ -170,16 +170,28 @@ FAULTS: tuple[Fault, ...] = (
         "self.drafts.pop(victim, None)",
         "pass",
     ),
+    Fault(
+        "a policy cannot keep a request out",
+        "admission:_refusal_here",
+        "(reason := state.policy.gate(plan, request)) is not None",
+        "False",
+    ),
+    Fault(
+        "requests behind the end of a pass give an old reason",
+        "views:_why_not_scheduled",
+        "rank.stopped is not None and not had_row and request.skipped_in_pass != rank.last_pass",
+        "False",
+    ),
     # --- queues ---
     Fault(
         "requests put aside come back in reverse",
-        "queues:FcfsLane.put_back",
+        "policies.fcfs:FcfsLane.put_back",
         "reversed(list(requests))",
         "list(requests)",
     ),
     Fault(
         "the waiting lane is served before the skipped one",
-        "queues:WaitingQueue.head",
+        "policies.fcfs:FcfsQueue.head",
         "self.waiting.head() if skipped is None else skipped",
         "self.waiting.head() or skipped",
     ),

@@ -38,7 +38,7 @@ from scheduler_svc.core.kv.block_pool import BlockPool
 from scheduler_svc.core.kv.deferred import ParkedFrees
 from scheduler_svc.core.kv.manager import KvManager
 from scheduler_svc.core.kv.prefix_index import HashChain, PrefixIndex
-from scheduler_svc.core.queues import WaitingQueue
+from scheduler_svc.core.policies import make_policy
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.request import FINISHED, Request
 from scheduler_svc.core.scheduler import Scheduler
@@ -330,7 +330,8 @@ def clone(old: CoreState) -> CoreState:
         _clone_request(request, copies)
     new.requests = {request_id: copies[request] for request_id, request in old.requests.items()}
     new.ranks = {name: _clone_rank(rank, copies) for name, rank in old.ranks.items()}
-    queue = new.queue = WaitingQueue(old.config.policy)
+    new.policy = make_policy(old.config)
+    queue = new.queue = new.policy.queue
     for old_lane, new_lane in ((old.queue.waiting, queue.waiting), (old.queue.skipped, queue.skipped)):
         for request in old_lane:
             new_lane.append(copies[request])
@@ -357,9 +358,9 @@ def _clone_request(old: Request, copies: dict[Request, Request]) -> Request:
 def _clone_rank(old: RankState, copies: dict[Request, Request]) -> RankState:
     new: RankState = RankState.__new__(RankState)
     _copy_rank(old, new)
-    new._admissions, new.free_rows, new.released_rows = old._admissions[:], old.free_rows[:], old.released_rows[:]
+    new.free_rows, new.released_rows = old.free_rows[:], old.released_rows[:]
     new.finished_ids, new.preempted_ids = old.finished_ids[:], old.preempted_ids[:]
-    new.running = [copies[request] for request in old.running]
+    new.running = {copies[request]: None for request in old.running}
     new.reserved_for = None if old.reserved_for is None else copies[old.reserved_for]
     window = new.window = InflightWindow(old.window.depth)
     _copy_window(old.window, window)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import count, islice
 
 import pytest
 
-from scheduler_svc.core import policy, running, settlement
-from scheduler_svc.core.events import StepAcked
+from scheduler_svc.core import running, settlement
+from scheduler_svc.core.events import StepAcked, WorkerProtocolError
 from scheduler_svc.core.kv.manager import KvManager
 from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.policies.base import SchedulingPolicy
+from scheduler_svc.core.policies.fcfs import FcfsPolicy
+from scheduler_svc.core.policies.priority import PriorityPolicy
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.state import CoreState
 from scheduler_svc.simulation.core_simulation import SimulationFailure, World, not_reached, play, simulate, world_digest
@@ -57,14 +60,15 @@ def forget_hashes_of_the_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def preempt_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    def first(candidates: list[Request], order: object) -> Request:
-        return candidates[0]
+    def first(self: SchedulingPolicy, running: Iterable[Request]) -> Request:
+        return next(iter(running))
 
-    monkeypatch.setattr(policy, "_worst", first)
+    for policy in (FcfsPolicy, PriorityPolicy):
+        monkeypatch.setattr(policy, "worst", first)
 
 
 def drop_tokens_of_earlier_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def drop(state: CoreState, request: Request, run: int, row: list[int], expected: int) -> bool:
+    def drop(request: Request, run: int, row: list[int], expected: int, ends: list[object]) -> bool:
         request.awaited -= expected
         return False
 
@@ -75,10 +79,10 @@ def never_wait_for_a_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     make_room = running._make_room
 
     def make_room_in_vain(*arguments: object) -> bool:
-        draft = arguments[2]
-        assert isinstance(draft, StepPlan)
+        plan = arguments[2]
+        assert isinstance(plan, StepPlan)
         made: bool = make_room(*arguments)  # type: ignore[arg-type]
-        draft._fence_needs.clear()
+        plan._fence_needs.clear()
         return made
 
     monkeypatch.setattr(running, "_make_room", make_room_in_vain)
@@ -94,9 +98,11 @@ def test_random_worlds_find_a_planted_fault(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    with pytest.raises(SimulationFailure):
+    with pytest.raises(SimulationFailure) as failure:
         for seed in range(1, NUM_WORLDS):
             play(seed, is_checked=True, num_events=300)
+    # A rule that is broken or an answer that does not fit, and not a mistake in the fault itself.
+    assert isinstance(failure.value.__cause__, AssertionError | WorkerProtocolError)
 
 
 @pytest.mark.timeout(600)

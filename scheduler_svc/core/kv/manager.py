@@ -6,36 +6,14 @@ Answers "does it fit?" and performs one change at a time; whom to refuse or pree
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from scheduler_svc.core.kv.block_pool import BlockPool
 from scheduler_svc.core.kv.deferred import ParkedFree, ParkedFrees
+from scheduler_svc.core.stats import PrefixStats
 
 if TYPE_CHECKING:
     from scheduler_svc.core.request import Request
-
-
-@dataclass(slots=True)
-class PrefixStats:
-    """Look-ups and hits in tokens since the start; those of preempted requests apart. Every attempt counts."""
-
-    num_requests: int = 0
-    num_queries: int = 0
-    num_hits: int = 0
-    num_preempted_requests: int = 0
-    num_preempted_queries: int = 0
-    num_preempted_hits: int = 0
-
-    def count(self, queries: int, hits: int, *, preempted: bool) -> None:
-        if preempted:
-            self.num_preempted_requests += 1
-            self.num_preempted_queries += queries
-            self.num_preempted_hits += hits
-        else:
-            self.num_requests += 1
-            self.num_queries += queries
-            self.num_hits += hits
 
 
 class KvManager:

@@ -43,8 +43,8 @@ def _lose_a_row(world: World) -> None:
     world.rank().free_rows.pop()
 
 
-def _run_twice(world: World) -> None:
-    world.rank().running.append(world.request("a"))
+def _run_and_wait(world: World) -> None:
+    world.scheduler.state.queue.append(world.request("a"))
 
 
 def _forget_what_is_parked(world: World) -> None:
@@ -71,7 +71,7 @@ def _forget_a_live_request(world: World) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        _lose_a_free_block, _reference_twice, _share_a_row, _lose_a_row, _run_twice, _forget_what_is_parked,
+        _lose_a_free_block, _reference_twice, _share_a_row, _lose_a_row, _run_and_wait, _forget_what_is_parked,
         _count_a_decode_too_many, _lose_tokens_in_flight, _swap_blocks, _forget_a_live_request,
     ],
     ids=lambda damage: damage.__name__.strip("_").replace("_", " "),

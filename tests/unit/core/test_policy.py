@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 
 from scheduler_svc.core.config import Policy, SchedulerConfig
-from scheduler_svc.core.policy import choose_victim
+from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.policies import make_policy
+from scheduler_svc.core.policies.fcfs import FcfsPolicy
+from scheduler_svc.core.rank import RankState
+from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.request import Request
 from tests.support.core_harness import World
 from tests.unit.core.test_queues import request
@@ -22,7 +26,10 @@ def running(*entries: tuple[str, int, float, int]) -> list[Request]:
 
 
 def victim(requests: list[Request], needy: int, policy: Policy, cap: int | None) -> str:
-    return choose_victim(requests, requests[needy], policy, cap).request_id
+    config = SchedulerConfig(policy=policy, max_preemptions=cap)
+    plan = StepPlan(RankState("r", 1, 8, 100, config, deferring=True), 0)
+    plan.rank.running = dict.fromkeys(requests)
+    return make_policy(config).victim(plan, requests[needy]).request_id
 
 
 def test_fcfs_takes_the_last_admitted() -> None:
@@ -69,6 +76,55 @@ def test_a_needy_request_that_is_the_worst_goes_itself(policy: Policy) -> None:
 def test_a_cap_of_zero_spares_nobody_more_than_another() -> None:
     requests = running(("a", 0, 0.0, 0), ("b", 0, 1.0, 0))
     assert victim(requests, 0, Policy.FCFS, 0) == "b"
+
+
+class Recording(FcfsPolicy):
+    """Keeps out a request and notes what it hears."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.kept_out = ""
+        self.heard: list[str] = []
+
+    def running_order(self, rank: RankState) -> list[Request]:
+        return list(reversed(rank.running))
+
+    def gate(self, plan: StepPlan, request: Request) -> SkipReason | None:
+        return OVER_SHARE if request.request_id == self.kept_out else None
+
+    def charge(self, plan: StepPlan) -> None:
+        self.heard.append(f"{sum(plan.num_tokens)} tokens")
+
+    def on_finish(self, request: Request) -> None:
+        self.heard.append(f"{request.request_id} ended")
+
+    def tick(self, now: float) -> None:
+        self.heard.append(f"{now} s")
+
+    def next_deadline(self) -> float | None:
+        return 7.0
+
+
+OVER_SHARE = SkipReason("OVER_SHARE", "its tenant has more than its share", puts_aside=True)
+
+
+def test_a_policy_is_asked_and_told_what_it_may_decide_by() -> None:
+    world = World(SchedulerConfig(block_size=4, max_inflight_steps=1))
+    policy = Recording()
+    world.scheduler.state.policy, world.scheduler.state.queue = policy, policy.queue
+    assert world.scheduler.next_deadline() == 7.0
+    for name, length in (("a", 5), ("kept out", 6), ("c", 3)):
+        world.submit(name, length, 2)
+    policy.kept_out = "kept out"
+    assert world.rows_of(world.step()) == [("a", 5), ("c", 3)]
+    explanation = world.scheduler.explain("kept out")
+    assert explanation is not None and explanation.reason is OVER_SHARE
+    assert world.rows_of(world.step()) == [("c", 1), ("a", 1)], "running requests are served in the policy's order"
+    policy.kept_out = ""
+    world.abort("kept out")
+    assert world.schedule() is not None, "the ends are announced"
+    world.tick(1.0)
+    assert policy.heard == ["8 tokens", "2 tokens", "c ended", "a ended", "kept out ended", "0 tokens", "1.0 s"]
 
 
 def test_losing_workers_and_resets_weigh_differently() -> None:

@@ -7,8 +7,9 @@ from hashlib import sha256
 
 import pytest
 
-from scheduler_svc.core.kv.manager import KvManager, PrefixStats
+from scheduler_svc.core.kv.manager import KvManager
 from scheduler_svc.core.kv.prefix_index import HashChain, PrefixIndex, root_hash
+from scheduler_svc.core.stats import PrefixStats
 from tests.support.core_harness import World
 
 

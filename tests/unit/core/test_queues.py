@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from scheduler_svc.core.config import Policy
 from scheduler_svc.core.events import RequestArrived
 from scheduler_svc.core.kv.prefix_index import HashChain
-from scheduler_svc.core.queues import FcfsLane, PriorityLane, WaitingQueue
+from scheduler_svc.core.policies.fcfs import FcfsLane, FcfsQueue
+from scheduler_svc.core.policies.priority import PriorityLane, PriorityQueue
+from scheduler_svc.core.policies.queue import WaitingQueue
 from scheduler_svc.core.request import Limits, Request
 
 _SEQUENCE = iter(range(1 << 30))
@@ -105,7 +106,7 @@ def test_the_lazy_heap_against_a_sorted_list(seed: int) -> None:
 
 
 def test_blocked_requests_start_in_the_skipped_lane() -> None:
-    queue = WaitingQueue(Policy.FCFS)
+    queue = FcfsQueue()
     queue.append(request("plain"))
     queue.append(request("blocked", grammar=True))
     assert (names(queue.waiting), names(queue.skipped)) == (["plain"], ["blocked"])
@@ -113,7 +114,7 @@ def test_blocked_requests_start_in_the_skipped_lane() -> None:
 
 
 def test_fcfs_serves_the_skipped_lane_first() -> None:
-    queue = WaitingQueue(Policy.FCFS)
+    queue = FcfsQueue()
     a, b, c, d = (request(name) for name in "abcd")
     for r in (a, b, c):
         queue.append(r)
@@ -127,7 +128,7 @@ def test_fcfs_serves_the_skipped_lane_first() -> None:
 
 def test_who_is_put_aside_again_stays_ahead_of_those_behind() -> None:
     """A pass that ended at the first of the skipped lane: it keeps its place, and who was met after it comes next."""
-    queue = WaitingQueue(Policy.FCFS)
+    queue = FcfsQueue()
     a, b, c = (request(name) for name in "abc")
     for r in (a, b, c):
         queue.append(r)
@@ -144,7 +145,7 @@ def test_who_is_put_aside_again_stays_ahead_of_those_behind() -> None:
 
 
 def test_priority_serves_whichever_head_is_smaller() -> None:
-    queue = WaitingQueue(Policy.PRIORITY)
+    queue = PriorityQueue()
     skipped = [request("s1", priority=1, arrival=1.0), request("s3", priority=3, arrival=0.0)]
     for r in skipped:
         queue.append(r)
@@ -157,7 +158,7 @@ def test_priority_serves_whichever_head_is_smaller() -> None:
 
 
 def test_prompt_tokens_are_counted_as_requests_come_and_go() -> None:
-    queue = WaitingQueue(Policy.FCFS)
+    queue = FcfsQueue()
     a, b = request("a", n=5), request("b", n=7)
     queue.append(a)
     queue.append(b)
