@@ -70,7 +70,7 @@ def _refusal_here(state: CoreState, rank: RankState, plan: StepPlan, request: Re
         if not request.grammar_ready:
             return reasons.GRAMMAR_NOT_READY
         transition(request, Status.WAITING)
-    if state.config.rules.resume_settled and request.num_preemptions and request.has_rows_in_flight:
+    if state.config.rules.resume_settled and request.account.num_preemptions and request.has_rows_in_flight:
         return reasons.RESULT_IN_FLIGHT
     # The reference lets a request run that its only rank can never hold.
     must_fit = state.config.rules.refuse_infeasible or len(state.ranks) > 1
@@ -100,7 +100,7 @@ def _waits_to_run_alone(state: CoreState, rank: RankState, suspect: Request) -> 
 
 def _better_elsewhere(state: CoreState, rank: RankState, request: Request) -> bool:
     """Whether another rank that could take it now holds a longer cached prefix; at most _MAX_PASSES times a request."""
-    if len(state.ranks) == 1 or request.num_passes >= _MAX_PASSES or not state.config.enable_prefix_caching:
+    if len(state.ranks) == 1 or request.ticket.num_passes >= _MAX_PASSES or not state.config.enable_prefix_caching:
         return False
     others = [
         other
@@ -117,7 +117,7 @@ def _better_elsewhere(state: CoreState, rank: RankState, request: Request) -> bo
     here = len(rank.kv.find_hits(request))
     if not any(len(other.kv.find_hits(request)) > here for other in others):
         return False
-    request.num_passes += 1
+    request.ticket.num_passes += 1
     return True
 
 
@@ -154,14 +154,14 @@ def _admit(
     rank.admit(request)
     rank.kv.admit(request, hits, slots)
     request.settled = len(hits) * state.config.block_size
-    if request.first_admitted_at is None:
-        request.first_admitted_at = state.now
-        request.num_cached_tokens = request.settled
-    if request.preempted_at is not None:
-        request.preempted_s += state.now - request.preempted_at
-        request.preempted_at = None
+    if request.account.first_admitted_at is None:
+        request.account.first_admitted_at = state.now
+        request.account.num_cached_tokens = request.settled
+    if request.account.preempted_at is not None:
+        request.account.preempted_s += state.now - request.account.preempted_at
+        request.account.preempted_at = None
     request.run_since = state.now
-    request.num_passes = 0
+    request.ticket.num_passes = 0
     end = min(request.settled + n, request.num_tokens)
     if end >= request.cache_at:
         plan.cache(request, end)

@@ -27,28 +27,28 @@ def preempt(state: CoreState, rank: RankState, victim: Request, *, beneficiary: 
             cause=cause,
             num_blocks_gained=num_blocks,
             num_tokens_to_recompute=num_computed,
-            num_preemptions_before=victim.num_preemptions,
+            num_preemptions_before=victim.account.num_preemptions,
         )
     )
     rank.free_blocks_of(victim, "preempted")
     transition(victim, Status.PREEMPTED)
-    victim.high_water = max(victim.high_water, victim.computed)
+    victim.account.high_water = max(victim.account.high_water, victim.computed)
     victim.settled = victim.in_flight = 0
     victim.drafts = ()
     victim.run += 1
     victim.row = -1
-    victim.num_preemptions += 1
+    victim.account.num_preemptions += 1
     # The loss of a rank is noticed late: its requests stood still before.
-    victim.preempted_at = max(rank.quiet_since, victim.run_since) if cause == "rank_lost" else state.now
-    victim.preemption_cause = cause
-    victim.skip_reason, victim.skipped_in_pass = reasons.PREEMPTED, state.num_passes
+    victim.account.preempted_at = max(rank.quiet_since, victim.run_since) if cause == "rank_lost" else state.now
+    victim.account.preemption_cause = cause
+    victim.account.skip_reason, victim.account.skipped_in_pass = reasons.PREEMPTED, state.num_passes
     rank.preempted_ids.append(victim.request_id)
     if rank.is_draining:
         rank.returning.add(victim.sequence)
     if cause in ("rank_lost", "rank_draining"):
         state.totals.num_requeued_after_worker_loss += 1
     else:
-        victim.num_shortage_preemptions += cause == "blocks"
+        victim.account.num_shortage_preemptions += cause == "blocks"
         state.totals.num_preemptions += 1
 
 
@@ -101,17 +101,17 @@ def finish(
 
 def usage_of(state: CoreState, request: Request, num_output_tokens: int | None = None) -> Usage:
     """What it cost so far."""
-    preempted_s = request.preempted_s
-    if request.preempted_at is not None:
-        preempted_s += state.now - request.preempted_at
-    admitted_at = state.now if request.first_admitted_at is None else request.first_admitted_at
+    preempted_s = request.account.preempted_s
+    if request.account.preempted_at is not None:
+        preempted_s += state.now - request.account.preempted_at
+    admitted_at = state.now if request.account.first_admitted_at is None else request.account.first_admitted_at
     return Usage(
         num_prompt_tokens=request.num_prompt_tokens,
         num_completion_tokens=request.num_output_tokens if num_output_tokens is None else num_output_tokens,
-        num_cached_tokens=request.num_cached_tokens,
-        num_preemptions=request.num_preemptions,
-        num_recomputed_tokens=request.num_recomputed_tokens,
-        queued_s=admitted_at - request.arrived_at,
+        num_cached_tokens=request.account.num_cached_tokens,
+        num_preemptions=request.account.num_preemptions,
+        num_recomputed_tokens=request.account.num_recomputed_tokens,
+        queued_s=admitted_at - request.account.arrived_at,
         preempted_s=preempted_s,
     )
 

@@ -195,12 +195,12 @@ class StepPlan:
 
     @staticmethod
     def _count_recomputed(request: Request, start: int, end: int, totals: Totals) -> None:
-        again = min(end, request.high_water) - start
+        again = min(end, request.account.high_water) - start
         if again > 0:
-            request.num_recomputed_tokens += again
+            request.account.num_recomputed_tokens += again
             totals.num_recomputed_tokens += again
             by_cause = totals.recomputed_by_cause
-            by_cause[request.preemption_cause] = by_cause.get(request.preemption_cause, 0) + again
+            by_cause[request.account.preemption_cause] = by_cause.get(request.account.preemption_cause, 0) + again
 
     def _draft_columns(self) -> tuple[array[int] | None, array[int]]:
         if not self.drafts:
@@ -210,7 +210,7 @@ class StepPlan:
 
 
 def _was_preempted(request: Request) -> bool:
-    return request.num_preemptions > 0
+    return request.account.num_preemptions > 0
 
 
 def _new_row(request: Request) -> NewRow:

@@ -72,12 +72,65 @@ class Limits:
     row_limit: int
 
 
+class Account:
+    """What a request cost so far, and what happened to it. Nothing here says how far it is. Times of Tick's clock in
+    seconds. Written by lifecycle and admission, recomputed tokens and reasons by the plan."""
+
+    __slots__ = (
+        "arrived_at",
+        "first_admitted_at",
+        "high_water",
+        "num_cached_tokens",
+        "num_preemptions",
+        "num_recomputed_tokens",
+        "num_shortage_preemptions",
+        "preempted_at",
+        "preempted_s",
+        "preemption_cause",
+        "skip_reason",
+        "skipped_in_pass",
+    )
+
+    def __init__(self, arrived_at: float) -> None:
+        self.arrived_at = arrived_at
+        self.first_admitted_at: float | None = None
+        # Hit of the first admission.
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        # Those for want of blocks, which max_preemptions bounds; losing a worker or a reset does not count.
+        self.num_shortage_preemptions = 0
+        # Positions below this were dispatched in an earlier run: computing them again is recomputation.
+        self.high_water = 0
+        self.num_recomputed_tokens = 0
+        # Since when it has stood still after its last preemption; None while it runs.
+        self.preempted_at: float | None = None
+        self.preempted_s = 0.0
+        # Of the last preemption; "" before any.
+        self.preemption_cause = ""
+        # The last reason for getting nothing, and the number of the pass that noted it.
+        self.skip_reason: SkipReason | None = None
+        self.skipped_in_pass = 0
+
+
+class Ticket:
+    """The place of a request in the queue. Written by the queue and the admission pass."""
+
+    __slots__ = ("num_passes", "queue_entry", "skipped")
+
+    def __init__(self) -> None:
+        # Whether it stands in the skipped lane, and its heap entry under priority.
+        self.skipped = False
+        self.queue_entry: object = None
+        # Steps of ranks that left it to another rank with a longer cached prefix.
+        self.num_passes = 0
+
+
 class Request:
     """A live request. Fields are public to the core and written by the module that owns the change."""
 
     __slots__ = (
+        "account",
         "arrival",
-        "arrived_at",
         "awaited",
         "awaited_drafts",
         "blocks",
@@ -85,32 +138,20 @@ class Request:
         "chain",
         "deadline",
         "drafts",
-        "first_admitted_at",
         "fruitless_epochs",
         "grammar_ready",
         "handle",
-        "high_water",
         "in_flight",
         "is_prefill_chunk",
         "last_fence",
         "limit",
-        "max_tokens",
         "min_length",
         "needs_result_first",
-        "num_cached_tokens",
-        "num_passes",
-        "num_preemptions",
         "num_prompt_tokens",
         "num_cached",
-        "num_recomputed_tokens",
-        "num_shortage_preemptions",
         "num_tokens",
-        "preempted_at",
-        "preempted_s",
-        "preemption_cause",
         "priority",
         "cache_at",
-        "queue_entry",
         "rank",
         "request_id",
         "reset_mark",
@@ -122,11 +163,9 @@ class Request:
         "sequence",
         "settled",
         "skip_prefix_cache",
-        "skip_reason",
-        "skipped",
-        "skipped_in_pass",
         "status",
         "stops",
+        "ticket",
         "tokens",
         "tokens_at_loss",
     )
@@ -145,7 +184,6 @@ class Request:
         self.handle = event.handle
         self.tokens = array("i", event.prompt)
         self.num_prompt_tokens = self.num_tokens = len(event.prompt)
-        self.max_tokens = limits.max_tokens
         # No stop of any kind below this many tokens, prompt included.
         self.min_length = self.num_prompt_tokens + limits.min_tokens
         self.limit = limits.limit
@@ -163,9 +201,9 @@ class Request:
         self.needs_result_first = needs_result_first
         self.status = Status.WAITING_FOR_GRAMMAR if event.awaits_grammar else Status.WAITING
         self.grammar_ready = not event.awaits_grammar
+        self.account = Account(now)
+        self.ticket = Ticket()
         self._start_runs(chain)
-        self._start_accounts(now)
-        self._start_waiting()
 
     def _start_runs(self, chain: HashChain) -> None:
         """Where it runs, how far it is, what it holds."""
@@ -191,38 +229,10 @@ class Request:
         # Leading blocks that are in the prefix index, and the number of tokens at which the next one will be full.
         self.num_cached = 0
         self.cache_at = chain.first_cache_at
-
-    def _start_accounts(self, now: float) -> None:
-        """What it costs, and what happened to it."""
-        self.num_preemptions = 0
-        # Those for want of blocks, which max_preemptions bounds; losing a worker or a reset does not count.
-        self.num_shortage_preemptions = 0
-        # Positions below this were dispatched in an earlier run: computing them again is recomputation.
-        self.high_water = 0
-        self.num_recomputed_tokens = 0
-        self.num_cached_tokens = 0
-        self.arrived_at = now
-        self.first_admitted_at: float | None = None
-        # When it was last admitted, and since when it has stood still after that.
-        self.run_since = now
-        self.preempted_at: float | None = None
-        self.preempted_s = 0.0
-        # Of the last one; "" before any.
-        self.preemption_cause = ""
+        self.run_since = 0.0
         # Epochs in a row that ended under its rows without a new token, and its length when the last one did.
         self.fruitless_epochs = 0
         self.tokens_at_loss = -1
-
-    def _start_waiting(self) -> None:
-        """Written by the queues and the passes over them."""
-        # Whether it stands in the skipped lane, and its heap entry under priority.
-        self.skipped = False
-        self.queue_entry: object = None
-        # The last reason for getting nothing, and the number of the pass that noted it.
-        self.skip_reason: SkipReason | None = None
-        self.skipped_in_pass = 0
-        # Steps of ranks that left it to another rank with a longer cached prefix.
-        self.num_passes = 0
 
     @property
     def computed(self) -> int:

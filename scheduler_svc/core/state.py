@@ -60,7 +60,7 @@ class CoreState:
 
     def skip(self, request: Request, reason: SkipReason) -> None:
         """A pass examined the request and gave it nothing (R4)."""
-        request.skip_reason, request.skipped_in_pass = reason, self.num_passes
+        request.account.skip_reason, request.account.skipped_in_pass = reason, self.num_passes
         skips = self.totals.skips
         skips[reason] = skips.get(reason, 0) + 1
 

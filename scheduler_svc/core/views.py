@@ -86,11 +86,11 @@ def _why_not_scheduled(state: CoreState, rank: RankState, request: Request) -> t
     if state.pause is PauseState.PAUSED_ALL:
         return reasons.PAUSED, reasons.PAUSED.text
     had_row = request.last_fence == rank.last_pass_fence and request.last_fence > 0
-    if rank.stopped is not None and not had_row and request.skipped_in_pass != rank.last_pass:
+    if rank.stopped is not None and not had_row and request.account.skipped_in_pass != rank.last_pass:
         return rank.stopped, rank.stopped.text
     if in_newest:
         return None, f"in the last step of {rank.name}, which is answered"
-    reason = request.skip_reason or reasons.NOT_EXAMINED
+    reason = request.account.skip_reason or reasons.NOT_EXAMINED
     return reason, reason.text
 
 
@@ -102,8 +102,8 @@ def _why_not_admitted(state: CoreState, request: Request) -> tuple[SkipReason, s
     admitting = [rank for rank in state.ranks.values() if not rank.is_draining or state.is_taken_back(rank, request)]
     if not admitting:
         return reasons.RANK_DRAINING, reasons.RANK_DRAINING.text
-    if request.skip_reason is not None and request.skipped_in_pass >= state.last_admission_pass:
-        return request.skip_reason, request.skip_reason.text
+    if request.account.skip_reason is not None and request.account.skipped_in_pass >= state.last_admission_pass:
+        return request.account.skip_reason, request.account.skip_reason.text
     stopped = state.admission_stopped
     # Whoever it was that stopped the pass may have ended since.
     if stopped is not None and state.requests.get(stopped[1].request_id) is stopped[1]:

@@ -653,8 +653,8 @@ class CheckedCore:
         reached["frees deferred"] += len(output.deferred_frees)
         reached["rows with drafts"] += 0 if output.num_drafts is None else sum(k > 0 for k in output.num_drafts)
         for request in running:
-            if request.skip_reason is not None:
-                reached[f"skipped: {request.skip_reason.name}"] += 1
+            if request.account.skip_reason is not None:
+                reached[f"skipped: {request.account.skip_reason.name}"] += 1
         victims = [e for e in effects if isinstance(e, RequestPreempted)]
         reached["victim ahead of the beneficiary"] += sum(
             before.index(e.victim) < before.index(e.beneficiary) for e in victims

@@ -514,8 +514,8 @@ class Simulation:
 
     def _count_queue(self) -> None:
         for request in self.core.scheduler.state.queue:
-            if request.skip_reason is not None:
-                self.core.reached[f"queued: {request.skip_reason.name}"] += 1
+            if request.account.skip_reason is not None:
+                self.core.reached[f"queued: {request.account.skip_reason.name}"] += 1
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

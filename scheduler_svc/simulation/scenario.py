@@ -407,7 +407,7 @@ class ScenarioRun:
                     "tokens": r.num_tokens,
                     "outputs": r.num_output_tokens,
                     "spec": list(r.drafts),
-                    "preemptions": r.num_preemptions,
+                    "preemptions": r.account.num_preemptions,
                     "blocks": list(r.blocks),
                 }
                 for r in self._requests.values()

@@ -59,10 +59,10 @@ def _request(state: CoreState, r: Request, places: dict[int, int], cap: int | No
         r.is_prefill_chunk,
         tuple(r.drafts),
         r.num_cached,
-        0 if cap is None else min(r.num_shortage_preemptions, cap),
+        0 if cap is None else min(r.account.num_shortage_preemptions, cap),
         r.fruitless_epochs,
         r.fruitless_epochs > 0 and r.num_tokens == r.tokens_at_loss,
-        r.num_passes,
+        r.ticket.num_passes,
         r.grammar_ready,
         None if rank is None else (places[id(rank)], max(r.last_fence - rank.window.acked_fence, 0)),
     )

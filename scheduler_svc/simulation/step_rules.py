@@ -50,11 +50,11 @@ class Before:
     def of(cls, scheduler: Scheduler, rank: RankState) -> Before:
         return cls(
             running=tuple(rank.running),
-            num_preemptions={r: r.num_shortage_preemptions for r in rank.running},
+            num_preemptions={r: r.account.num_shortage_preemptions for r in rank.running},
             is_chunk={r: r.is_prefill_chunk for r in rank.running},
             capacity_bound=rank.throttle.capacity_bound,
             num_nonempty_steps=rank.throttle.num_steps,
-            fresh=tuple(r for r in scheduler.state.queue.waiting if not r.num_preemptions),
+            fresh=tuple(r for r in scheduler.state.queue.waiting if not r.account.num_preemptions),
         )
 
 
@@ -100,7 +100,7 @@ class PlannedStep:
         """Whether nothing kept the step from admitting: a victim, somebody who waits for a fence, a pause, a drain."""
         rank, state = self.rank, self.scheduler.state
         in_step = {r for r, _ in self.rows}
-        waits = any(r not in in_step and r.skip_reason is reasons.WAITING_FOR_FENCE for r in rank.running)
+        waits = any(r not in in_step and r.account.skip_reason is reasons.WAITING_FOR_FENCE for r in rank.running)
         return not (self.preemptions or waits or rank.is_draining or state.pause is not PauseState.UNPAUSED)
 
 
@@ -163,7 +163,7 @@ def nobody_is_overtaken(step: PlannedStep) -> Iterator[str]:
     if step.config.policy is not Policy.FCFS or len(step.scheduler.state.ranks) > 1:
         return
     admitted = set(step.admitted)
-    left = [r for r in step.before.fresh if r not in admitted and not r.skipped]
+    left = [r for r in step.before.fresh if r not in admitted and not r.ticket.skipped]
     for request in step.admitted:
         if request in step.before.fresh and any(r.sequence < request.sequence for r in left):
             yield f"{request.request_id} overtakes one of {left}"
@@ -173,7 +173,7 @@ def a_draining_rank_only_finishes_its_own(step: PlannedStep) -> Iterator[str]:
     """It admits who was preempted, and no other rank can hold (D30)."""
     others = [r.kv.num_usable for r in step.scheduler.state.ranks.values() if not r.is_draining]
     for request in step.admitted if step.rank.is_draining else ():
-        if not request.num_preemptions or step.scheduler.state.blocks_needed(request) <= max(others, default=0):
+        if not request.account.num_preemptions or step.scheduler.state.blocks_needed(request) <= max(others, default=0):
             yield f"{request.request_id} is admitted by a rank that drains"
 
 

@@ -101,14 +101,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "max_preemptions is ignored",
         "policies.base:SchedulingPolicy.victim",
-        "most is None or victim.num_shortage_preemptions < most",
+        "most is None or victim.account.num_shortage_preemptions < most",
         "True",
     ),
     Fault(
         "the needy request is another victim",
         "policies.base:SchedulingPolicy.victim",
-        "r.num_shortage_preemptions < most and r is not needy",
-        "r.num_shortage_preemptions < most",
+        "r.account.num_shortage_preemptions < most and r is not needy",
+        "r.account.num_shortage_preemptions < most",
     ),
     Fault(
         "a victim goes to the end of the queue",
@@ -143,7 +143,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "passes are never given back",
         "admission:_admit",
-        "request.num_passes = 0",
+        "request.ticket.num_passes = 0",
         "pass",
     ),
     Fault(
@@ -179,7 +179,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "requests behind the end of a pass give an old reason",
         "views:_why_not_scheduled",
-        "rank.stopped is not None and not had_row and request.skipped_in_pass != rank.last_pass",
+        "rank.stopped is not None and not had_row and request.account.skipped_in_pass != rank.last_pass",
         "False",
     ),
     # --- queues ---
@@ -448,7 +448,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a request is passed over for ever",
         "admission:_better_elsewhere",
-        "request.num_passes += 1",
+        "request.ticket.num_passes += 1",
         "pass",
     ),
     Fault(

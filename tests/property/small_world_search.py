@@ -40,7 +40,7 @@ from scheduler_svc.core.kv.manager import KvManager
 from scheduler_svc.core.kv.prefix_index import HashChain, PrefixIndex
 from scheduler_svc.core.policies import make_policy
 from scheduler_svc.core.rank import RankState
-from scheduler_svc.core.request import FINISHED, Request
+from scheduler_svc.core.request import FINISHED, Account, Request, Ticket
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.state import CoreState
 from scheduler_svc.simulation.snapshot import snapshot
@@ -315,6 +315,8 @@ def _field_copier(names: Sequence[str]) -> Callable[[object, object], None]:
 
 
 _copy_request = _field_copier(Request.__slots__)
+_copy_account = _field_copier(Account.__slots__)
+_copy_ticket = _field_copier(Ticket.__slots__)
 _copy_rank = _field_copier(RankState.__slots__)
 _copy_window = _field_copier(("acked_fence", "acked_step", "newest_fence", "newest_step"))
 _copy_kv = _field_copier(KvManager.__slots__)
@@ -352,6 +354,9 @@ def _clone_request(old: Request, copies: dict[Request, Request]) -> Request:
         new = copies[old] = Request.__new__(Request)
         _copy_request(old, new)
         new.tokens, new.blocks = old.tokens[:], old.blocks[:]
+        new.account, new.ticket = Account.__new__(Account), Ticket.__new__(Ticket)
+        _copy_account(old.account, new.account)
+        _copy_ticket(old.ticket, new.ticket)
     return new
 
 

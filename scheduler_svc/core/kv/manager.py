@@ -59,7 +59,9 @@ class KvManager:
         """find_hits, counted in the statistics."""
         hits = self.find_hits(request)
         if self.caching and not request.skip_prefix_cache:
-            self.stats.count(request.num_tokens, len(hits) * self.block_size, preempted=request.num_preemptions > 0)
+            self.stats.count(
+                request.num_tokens, len(hits) * self.block_size, preempted=request.account.num_preemptions > 0
+            )
         return hits
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:

@@ -37,9 +37,9 @@ class SchedulingPolicy:
         max_preemptions times already is spared while another one exists, `needy` not counting as such (D11)."""
         most, running = self.max_preemptions, plan.rank.running
         victim = self.worst(running)
-        if most is None or victim.num_shortage_preemptions < most:
+        if most is None or victim.account.num_shortage_preemptions < most:
             return victim
-        others = [r for r in running if r.num_shortage_preemptions < most and r is not needy]
+        others = [r for r in running if r.account.num_shortage_preemptions < most and r is not needy]
         return self.worst(others) if others else victim
 
     def gate(self, plan: StepPlan, request: Request) -> SkipReason | None:

@@ -25,11 +25,11 @@ class PriorityLane:
         return self._num_live
 
     def __iter__(self) -> Iterator[Request]:
-        return (e[4] for e in sorted(e for e in self._heap if e[4].queue_entry is e))
+        return (e[4] for e in sorted(e for e in self._heap if e[4].ticket.queue_entry is e))
 
     def append(self, request: Request) -> None:
         entry: _Entry = (request.priority, request.arrival, request.request_id, request.sequence, request)
-        request.queue_entry = entry
+        request.ticket.queue_entry = entry
         heappush(self._heap, entry)
         self._num_live += 1
 
@@ -40,16 +40,16 @@ class PriorityLane:
     def head(self) -> Request | None:
         heap = self._heap
         while heap:
-            if heap[0][4].queue_entry is heap[0]:
+            if heap[0][4].ticket.queue_entry is heap[0]:
                 return heap[0][4]
             heappop(heap)
         return None
 
     def remove(self, request: Request) -> None:
-        request.queue_entry = None
+        request.ticket.queue_entry = None
         self._num_live -= 1
         if len(self._heap) > 2 * self._num_live + 64:
-            self._heap = [e for e in self._heap if e[4].queue_entry is e]
+            self._heap = [e for e in self._heap if e[4].ticket.queue_entry is e]
             heapify(self._heap)
 
 

@@ -23,7 +23,7 @@ class Lane(Protocol):
 
 
 class WaitingQueue:
-    """Both lanes. A queued request is in exactly one of them; `request.skipped` says in which. A policy says in `head`
+    """Both lanes. A queued request is in exactly one of them; its ticket says in which. A policy says in `head`
     which one is served."""
 
     def __init__(self, waiting: Lane, skipped: Lane) -> None:
@@ -46,7 +46,7 @@ class WaitingQueue:
     def append(self, request: Request) -> None:
         """A new request, at the end (of its priority); a blocked one starts in the skipped lane."""
         self._entering(request, skipped=request.status in BLOCKED)
-        (self.skipped if request.skipped else self.waiting).append(request)
+        (self.skipped if request.ticket.skipped else self.waiting).append(request)
 
     def prepend(self, request: Request) -> None:
         """A preempted request, at the front of the waiting lane (of its place, under priority)."""
@@ -61,9 +61,9 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         self.num_prompt_tokens -= request.num_prompt_tokens
-        (self.skipped if request.skipped else self.waiting).remove(request)
-        request.skipped = False
+        (self.skipped if request.ticket.skipped else self.waiting).remove(request)
+        request.ticket.skipped = False
 
     def _entering(self, request: Request, *, skipped: bool) -> None:
         self.num_prompt_tokens += request.num_prompt_tokens
-        request.skipped = skipped
+        request.ticket.skipped = skipped

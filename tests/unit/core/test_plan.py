@@ -145,7 +145,7 @@ def test_free_and_returning_blocks_are_kept_for_the_one_in_front() -> None:
     assert world.rows_of(output) == [] and [p.victim for p in world.preemptions] == ["b"]
     explanation = world.scheduler.explain("a")
     assert explanation is not None
-    assert world.request("a").skip_reason is reasons.WAITING_FOR_FENCE and world.free() == 1
+    assert world.request("a").account.skip_reason is reasons.WAITING_FOR_FENCE and world.free() == 1
     world.ack()
     assert world.rows_of(world.schedule()) == [("a", 8)]
     world.run()
@@ -169,7 +169,7 @@ def test_nobody_is_admitted_while_someone_waits_for_a_fence() -> None:
     world.submit("little", 2, 2)
     output = world.schedule()
     assert world.rows_of(output) == [] and world.waiting == ["little"]
-    assert world.request("little").skip_reason is reasons.FENCE_AWAITED
+    assert world.request("little").account.skip_reason is reasons.FENCE_AWAITED
     world.ack()
     assert world.rows_of(world.schedule()) == [("a", 1), ("little", 2)]
     world.run()
@@ -189,7 +189,7 @@ def test_a_victim_that_waited_for_a_fence_leaves_its_claim_to_the_one_who_needed
     world.abort("gone")
     output = world.schedule()
     assert world.rows_of(output) == [] and [p.victim for p in world.preemptions] == ["low"]
-    assert world.request("high").skip_reason is reasons.WAITING_FOR_FENCE
+    assert world.request("high").account.skip_reason is reasons.WAITING_FOR_FENCE
     world.ack()
     assert world.rows_of(world.schedule())[0] == ("high", 1)
     world.run()

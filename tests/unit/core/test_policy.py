@@ -20,7 +20,7 @@ def running(*entries: tuple[str, int, float, int]) -> list[Request]:
     requests = []
     for name, priority, arrival, preemptions in entries:
         r = request(name, priority=priority, arrival=arrival)
-        r.num_shortage_preemptions = preemptions
+        r.account.num_shortage_preemptions = preemptions
         requests.append(r)
     return requests
 
@@ -135,9 +135,9 @@ def test_losing_workers_and_resets_weigh_differently() -> None:
     world.lose("r0")
     world.join("r0", 20)
     world.step()
-    assert (world.request("a").num_preemptions, world.request("a").num_shortage_preemptions) == (1, 0)
+    assert (world.request("a").account.num_preemptions, world.request("a").account.num_shortage_preemptions) == (1, 0)
     world.reset(preempt_running=True)
-    assert (world.request("a").num_preemptions, world.request("a").num_shortage_preemptions) == (2, 0)
+    assert (world.request("a").account.num_preemptions, world.request("a").account.num_shortage_preemptions) == (2, 0)
     assert world.scheduler.totals.num_preemptions == 1
     assert world.scheduler.totals.num_requeued_after_worker_loss == 1
     world.run()
@@ -150,7 +150,7 @@ def test_a_spared_victim_with_a_row_before_the_needy_one_is_withdrawn_properly()
     for name, length in (("a", 5), ("b", 5), ("c", 7)):
         world.submit(name, length, 9)
     world.step()
-    world.request("c").num_shortage_preemptions = 1
+    world.request("c").account.num_shortage_preemptions = 1
     assert world.free() == 0
     world.step()
     output = world.step()

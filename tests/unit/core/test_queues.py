@@ -165,7 +165,7 @@ def test_prompt_tokens_are_counted_as_requests_come_and_go() -> None:
     assert queue.num_prompt_tokens == 12
     queue.remove(a)
     queue.put_aside([a])
-    assert queue.num_prompt_tokens == 12 and a.skipped and not b.skipped
+    assert queue.num_prompt_tokens == 12 and a.ticket.skipped and not b.ticket.skipped
     queue.remove(a)
     queue.remove(b)
-    assert queue.num_prompt_tokens == 0 and not a.skipped
+    assert queue.num_prompt_tokens == 0 and not a.ticket.skipped

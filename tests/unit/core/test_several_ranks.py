@@ -232,7 +232,7 @@ def test_a_draining_rank_hands_over_and_admits_nobody() -> None:
     assert world.running("r1") == ["a", "b"] and world.running("r0") == []
     world.run()
     world.check_texts()
-    assert all(r.num_shortage_preemptions == 0 for r in world.scheduler.state.requests.values())
+    assert all(r.account.num_shortage_preemptions == 0 for r in world.scheduler.state.requests.values())
 
 
 def test_a_moved_request_waits_for_its_late_results() -> None:

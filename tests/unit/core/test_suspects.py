@@ -220,9 +220,9 @@ def test_a_reserved_suspect_is_not_left_to_a_rank_with_a_longer_prefix() -> None
     world.schedule("r1")
     world.submit("poison", [*prompt, 50], 6)
     for _ in range(2):
-        world.request("poison").num_passes = 9
+        world.request("poison").ticket.num_passes = 9
         crash(world, "r0")
-    world.request("poison").num_passes = 0
+    world.request("poison").ticket.num_passes = 0
     world.lose("r0")
     world.schedule("r1")
     assert world.rank("r1").reserved_for is world.request("poison")

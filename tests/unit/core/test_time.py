@@ -177,7 +177,7 @@ def test_recomputed_tokens_are_those_computed_before() -> None:
     world.lose("r0")
     world.join("r0", 30)
     assert world.rows_of(world.step()) == [("a", 8)]
-    assert world.request("a").num_recomputed_tokens == 7
+    assert world.request("a").account.num_recomputed_tokens == 7
     world.run()
     assert client.ended is not None and client.ended.usage.num_recomputed_tokens == 7
     totals = world.scheduler.totals
