@@ -59,7 +59,7 @@ def _step_is_full(state: CoreState, rank: RankState, plan: StepPlan) -> SkipReas
         return reasons.NO_BUDGET
     if len(rank.running) >= state.config.max_num_seqs:
         return reasons.SEQUENCE_LIMIT
-    if rank.running and (rank.reserved_for is not None or next(iter(rank.running)).is_suspect):
+    if rank.running and (rank.reserved_for is not None or next(iter(rank.running)).request.is_suspect):
         return reasons.RANK_QUARANTINED
     return None
 
@@ -151,21 +151,21 @@ def _admit(
         rank.reserved_for = None
     rank.returning.discard(request.sequence)
     transition(request, Status.RUNNING)
-    rank.admit(request)
-    rank.kv.admit(request, hits, slots)
-    request.settled = len(hits) * state.config.block_size
-    if request.account.first_admitted_at is None:
-        request.account.first_admitted_at = state.now
-        request.account.num_cached_tokens = request.settled
-    if request.account.preempted_at is not None:
-        request.account.preempted_s += state.now - request.account.preempted_at
-        request.account.preempted_at = None
-    request.run_since = state.now
+    run = rank.admit(request, state.now)
+    rank.kv.admit(run, hits, slots)
+    run.settled = len(hits) * state.config.block_size
+    account = request.account
+    if account.first_admitted_at is None:
+        account.first_admitted_at = state.now
+        account.num_cached_tokens = run.settled
+    if account.preempted_at is not None:
+        account.preempted_s += state.now - account.preempted_at
+        account.preempted_at = None
     request.ticket.num_passes = 0
-    end = min(request.settled + n, request.num_tokens)
-    if end >= request.cache_at:
-        plan.cache(request, end)
-    if (num_padding := request.settled + n - request.num_tokens) > 0:
-        plan.drafts[request] = [-1] * num_padding
-    plan.add(request, n)
-    plan.admitted.append(request)
+    end = min(run.settled + n, request.num_tokens)
+    if end >= run.cache_at:
+        plan.cache(run, end)
+    if (num_padding := run.settled + n - request.num_tokens) > 0:
+        plan.drafts[run] = [-1] * num_padding
+    plan.add(run, n)
+    plan.admitted.append(run)

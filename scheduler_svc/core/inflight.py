@@ -8,27 +8,31 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Request, Run
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What was dispatched. The lists are parallel, one entry a row. `runs` names the run of the request that the row
-    belongs to, so a result can tell whether it is still about the same life of it. `expected` is the most tokens the
-    row can yield: 0 for a partial prefill, 1, or 1 + drafts."""
+    """What was dispatched. The lists are parallel, one entry a row. `runs` says which stay of which request the row
+    belongs to; it may have ended since. `expected` is the most tokens the row can yield: 0 for a partial prefill, 1, or
+    1 + drafts."""
 
     step_seq: int
     # 0: a step without tokens.
     fence_seq: int
-    requests: list[Request]
+    runs: list[Run]
     num_tokens: list[int]
-    runs: list[int]
     expected: list[int]
     # Number of rows that sample, and whether any has drafts.
     num_sampling: int
     has_drafts: bool
     # Rows whose requests this step drops: free for others once it is acknowledged.
     released_rows: list[int]
+
+    @property
+    def requests(self) -> list[Request]:
+        """Whose rows they are."""
+        return [run.request for run in self.runs]
 
 
 class InflightWindow:
@@ -67,6 +71,14 @@ class InflightWindow:
         self.acked_step = record.step_seq
         self.acked_fence = max(self.acked_fence, record.fence_seq)
         return record
+
+    def drop(self, request: Request) -> None:
+        """Results of rows of this request that are in flight will be dropped, tokens included. The caller forgets what
+        it awaits."""
+        for record in self._records:
+            for run in record.runs:
+                if run.request is request:
+                    run.drops_results = True
 
     def clear(self) -> list[StepRecord]:
         """The epoch is over: nothing is in flight any more, and nothing will be acknowledged."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from scheduler_svc.core.rank import RankState
-from scheduler_svc.core.request import LIVE, QUEUED, Status
+from scheduler_svc.core.request import LIVE, QUEUED, Run, Status
 from scheduler_svc.core.rules import Fence
 from scheduler_svc.core.state import CoreState
 from scheduler_svc.core.views import RankAuditFacts
@@ -30,7 +30,7 @@ def rank_violations(state: CoreState, rank: RankState) -> list[str]:
 
 def audit(state: CoreState, rank: RankState) -> RankAuditFacts:
     """Blocks counted from tables and parked frees, not from the pool's own counters."""
-    held = {block for request in rank.running for block in request.blocks}
+    held = {block for run in rank.running for block in run.blocks}
     parked = {block for free in rank.kv.parked for block in free.blocks} - held
     return RankAuditFacts(
         rank=rank.name,
@@ -47,7 +47,7 @@ def audit(state: CoreState, rank: RankState) -> RankAuditFacts:
 
 def blocks_are_conserved(state: CoreState, rank: RankState) -> Iterator[str]:
     """free + held + parked = usable, a shared block counting once (1)."""
-    held = {block for request in rank.running for block in request.blocks}
+    held = {block for run in rank.running for block in run.blocks}
     parked = {block for free in rank.kv.parked for block in free.blocks} - held
     free = rank.kv.pool.free_order()
     if len(free) + len(held) + len(parked) != rank.kv.num_usable:
@@ -58,7 +58,7 @@ def blocks_are_conserved(state: CoreState, rank: RankState) -> Iterator[str]:
 
 def references_are_exact(state: CoreState, rank: RankState) -> Iterator[str]:
     """A block's references are its occurrences in tables and parked frees; free means none (2)."""
-    refs: Counter[int] = Counter(block for request in rank.running for block in request.blocks)
+    refs: Counter[int] = Counter(block for run in rank.running for block in run.blocks)
     refs.update(block for free in rank.kv.parked for block in free.blocks)
     pool = rank.kv.pool
     wrong = [b for b in range(1, pool.num_blocks) if pool.refs[b] != refs[b]]
@@ -79,9 +79,9 @@ def free_queue_is_sound(state: CoreState, rank: RankState) -> Iterator[str]:
 
 
 def tables_hold_no_block_twice(state: CoreState, rank: RankState) -> Iterator[str]:
-    for request in rank.running:
-        if len(set(request.blocks)) != len(request.blocks) or 0 in request.blocks:
-            yield f"table of {request.request_id} has a block twice, or the null block"
+    for run in rank.running:
+        if len(set(run.blocks)) != len(run.blocks) or 0 in run.blocks:
+            yield f"table of {run.request.request_id} has a block twice, or the null block"
 
 
 def index_matches_blocks(state: CoreState, rank: RankState) -> Iterator[str]:
@@ -99,12 +99,13 @@ def cached_blocks_are_of_their_tokens(state: CoreState, rank: RankState) -> Iter
     """A running request's cached blocks carry the block hashes of its own tokens, of known and dispatched ones only
     (28)."""
     size = rank.kv.block_size
-    for request in rank.running:
-        if request.num_cached * size > min(request.num_tokens, request.computed):
+    for run in rank.running:
+        request = run.request
+        if run.num_cached * size > min(request.num_tokens, run.computed):
             yield f"{request.request_id} cached blocks beyond its computed tokens"
             continue
-        for i in range(request.num_cached):
-            block_hash = rank.kv.pool.index.hash_of(request.blocks[i])
+        for i in range(run.num_cached):
+            block_hash = rank.kv.pool.index.hash_of(run.blocks[i])
             if block_hash != request.chain.block_hash(i, request.tokens):
                 yield f"block {i} of {request.request_id} carries another block hash"
 
@@ -126,49 +127,52 @@ def fences_are_ordered(state: CoreState, rank: RankState) -> Iterator[str]:
 
 def running_is_running(state: CoreState, rank: RankState) -> Iterator[str]:
     """running holds RUNNING requests of this rank only, at most max_num_seqs (6)."""
-    for request in rank.running:
-        if request.status is not Status.RUNNING or request.rank is not rank:
+    for run in rank.running:
+        request = run.request
+        if request.status is not Status.RUNNING or request.run is not run or run.rank is not rank or run.ended:
             yield f"{request.request_id} in running is {request.status.value}"
     if len(rank.running) > state.config.max_num_seqs:
         yield f"{len(rank.running)} run, more than max_num_seqs"
-    if rank.num_decodes != sum(not request.is_prefill_chunk for request in rank.running):
+    if rank.num_decodes != sum(not run.is_prefill_chunk for run in rank.running):
         yield f"num_decodes is {rank.num_decodes}"
 
 
 def tables_cover_computed(state: CoreState, rank: RankState) -> Iterator[str]:
     """Blocks hold all that is computed or in flight; that never exceeds what is known or awaited (8)."""
-    for request in rank.running:
-        if request.capacity != len(request.blocks) * rank.kv.block_size:
-            yield f"capacity of {request.request_id} is {request.capacity}"
-        if request.capacity < min(request.computed, state.max_model_len):
-            yield f"{request.request_id} computed {request.computed} with room for {request.capacity}"
-        if request.computed > request.num_tokens + request.awaited:
-            yield f"{request.request_id} computed {request.computed} of {request.num_tokens} + {request.awaited}"
+    for run in rank.running:
+        request = run.request
+        if run.capacity != len(run.blocks) * rank.kv.block_size:
+            yield f"capacity of {request.request_id} is {run.capacity}"
+        if run.capacity < min(run.computed, state.max_model_len):
+            yield f"{request.request_id} computed {run.computed} with room for {run.capacity}"
+        if run.computed > request.num_tokens + request.awaited:
+            yield f"{request.request_id} computed {run.computed} of {request.num_tokens} + {request.awaited}"
 
 
 def in_flight_matches_window(state: CoreState, rank: RankState) -> Iterator[str]:
     """in_flight and awaited are what the window's records say."""
-    in_flight: Counter[str] = Counter()
+    in_flight: Counter[Run] = Counter()
     awaited: Counter[str] = Counter()
     for record in rank.window.records:
-        rows = zip(record.requests, record.num_tokens, record.runs, record.expected, strict=True)
-        for request, n, run, expected in rows:
+        for run, n, expected in zip(record.runs, record.num_tokens, record.expected, strict=True):
+            request = run.request
             if request.status not in LIVE or state.requests.get(request.request_id) is not request:
                 continue
-            if run >= request.reset_mark:
+            if not run.drops_results:
                 awaited[request.request_id] += expected
-            if run == request.run and request.status is Status.RUNNING:
-                in_flight[request.request_id] += n
+            if not run.ended:
+                in_flight[run] += n
     for request in state.requests.values():
-        if request.rank is not rank:
+        if request.run is None or request.run.rank is not rank:
             continue
-        if request.in_flight != in_flight[request.request_id] or request.awaited != awaited[request.request_id]:
-            yield f"{request.request_id}: {request.in_flight} in flight and {request.awaited} awaited differ"
+        run = request.run
+        if run.in_flight != in_flight[run] or request.awaited != awaited[request.request_id]:
+            yield f"{request.request_id}: {run.in_flight} in flight and {request.awaited} awaited differ"
 
 
 def rows_are_distinct(state: CoreState, rank: RankState) -> Iterator[str]:
     """No row is used twice, nor reused before the step that dropped its request is acknowledged."""
-    busy = [request.row for request in rank.running]
+    busy = [run.row for run in rank.running]
     busy += rank.released_rows
     busy += [row for record in rank.window.records for row in record.released_rows]
     busy += rank.free_rows
@@ -181,7 +185,7 @@ def rows_are_distinct(state: CoreState, rank: RankState) -> Iterator[str]:
 
 def requests_are_in_one_place(state: CoreState) -> Iterator[str]:
     """A live request is in exactly one of running, waiting, skipped; nobody else is anywhere (5)."""
-    places: Counter[str] = Counter(r.request_id for rank in state.ranks.values() for r in rank.running)
+    places: Counter[str] = Counter(r.request.request_id for rank in state.ranks.values() for r in rank.running)
     places.update(r.request_id for r in state.queue.waiting)
     places.update(r.request_id for r in state.queue.skipped)
     if any(count != 1 for count in places.values()) or set(places) != set(state.requests):
@@ -193,7 +197,8 @@ def queued_requests_hold_nothing(state: CoreState) -> Iterator[str]:
     for request in state.queue:
         if request.status not in QUEUED:
             yield f"{request.request_id} in the queue is {request.status.value}"
-        if request.blocks or request.computed or request.num_cached:
+        run = request.run
+        if run is not None and (not run.ended or run.blocks or run.computed or run.num_cached):
             yield f"{request.request_id} waits with blocks or computed tokens"
         if request.drafts and state.config.rules.proposes_drafts:
             yield f"{request.request_id} waits with drafts"
@@ -201,8 +206,9 @@ def queued_requests_hold_nothing(state: CoreState) -> Iterator[str]:
 
 def counters_are_sane(state: CoreState) -> Iterator[str]:
     for request in state.requests.values():
-        counters = (request.settled, request.in_flight, request.awaited, request.awaited_drafts)
-        if min(counters) < 0 or request.awaited_drafts > request.awaited:
+        of_run = () if request.run is None else (request.run.settled, request.run.in_flight)
+        counters = (request.awaited, request.awaited_optional, *of_run)
+        if min(counters) < 0 or request.awaited_optional > request.awaited:
             yield f"{request.request_id} has counters {counters}"
         if request.num_tokens != len(request.tokens):
             yield f"{request.request_id} counts {request.num_tokens} of {len(request.tokens)} tokens"

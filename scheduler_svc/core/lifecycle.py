@@ -5,20 +5,17 @@ from __future__ import annotations
 from scheduler_svc.core import reasons
 from scheduler_svc.core.events import AbortCause, EndReason, RequestEnded, RequestPreempted
 from scheduler_svc.core.rank import RankState
-from scheduler_svc.core.request import Request, Status, transition
+from scheduler_svc.core.request import Request, Run, Status, transition
 from scheduler_svc.core.state import CoreState
 from scheduler_svc.core.stats import Usage
 
 
-def preempt(state: CoreState, rank: RankState, victim: Request, *, beneficiary: str, cause: str) -> None:
-    """Take a running request off its rank for recompute. Its tokens stay; samples awaited still count when they come.
+def preempt(state: CoreState, rank: RankState, run: Run, *, beneficiary: str, cause: str) -> None:
+    """End a run for recompute. The tokens of its request stay; samples awaited still count when they come.
 
-    cause: "blocks", "reset", "rank_lost" or "rank_draining". The caller puts it back into the queue.
-    """
-    rank.remove(victim)
-    num_blocks = sum(1 for block in victim.blocks if rank.kv.pool.refs[block] == 1)
-    # What a lost rank had on the way never comes.
-    num_computed = min(victim.computed, victim.num_tokens) if cause == "rank_lost" else victim.computed
+    cause: "blocks", "reset", "rank_lost" or "rank_draining". The caller puts the request back into the queue."""
+    victim, account = run.request, run.request.account
+    num_blocks = sum(1 for block in run.blocks if rank.kv.pool.refs[block] == 1)
     state.effects.append(
         RequestPreempted(
             rank=rank.name,
@@ -26,30 +23,36 @@ def preempt(state: CoreState, rank: RankState, victim: Request, *, beneficiary: 
             beneficiary=beneficiary,
             cause=cause,
             num_blocks_gained=num_blocks,
-            num_tokens_to_recompute=num_computed,
-            num_preemptions_before=victim.account.num_preemptions,
+            # In-flight tokens of a lost worker are never acknowledged.
+            num_tokens_to_recompute=min(run.computed, victim.num_tokens) if cause == "rank_lost" else run.computed,
+            num_preemptions_before=account.num_preemptions,
         )
     )
-    rank.free_blocks_of(victim, "preempted")
+    account.high_water = max(account.high_water, run.computed)
+    _end_run(rank, run, "preempted")
     transition(victim, Status.PREEMPTED)
-    victim.account.high_water = max(victim.account.high_water, victim.computed)
-    victim.settled = victim.in_flight = 0
     victim.drafts = ()
-    victim.run += 1
-    victim.row = -1
-    victim.account.num_preemptions += 1
+    account.num_preemptions += 1
     # The loss of a rank is noticed late: its requests stood still before.
-    victim.account.preempted_at = max(rank.quiet_since, victim.run_since) if cause == "rank_lost" else state.now
-    victim.account.preemption_cause = cause
-    victim.account.skip_reason, victim.account.skipped_in_pass = reasons.PREEMPTED, state.num_passes
+    account.preempted_at = max(rank.quiet_since, run.run_since) if cause == "rank_lost" else state.now
+    account.preemption_cause = cause
+    account.skip_reason, account.skipped_in_pass = reasons.PREEMPTED, state.num_passes
     rank.preempted_ids.append(victim.request_id)
     if rank.is_draining:
         rank.returning.add(victim.sequence)
     if cause in ("rank_lost", "rank_draining"):
         state.totals.num_requeued_after_worker_loss += 1
     else:
-        victim.account.num_shortage_preemptions += cause == "blocks"
+        account.num_shortage_preemptions += cause == "blocks"
         state.totals.num_preemptions += 1
+
+
+def _end_run(rank: RankState, run: Run, reason: str) -> None:
+    """The only place where a run ends: out of running, its blocks free behind the fence."""
+    rank.remove(run)
+    rank.free_blocks_of(run, reason)
+    run.ended = True
+    run.settled = run.in_flight = 0
 
 
 def finish(
@@ -69,9 +72,8 @@ def finish(
     """
     rank = state.living(request)
     if request.status is Status.RUNNING:
-        assert rank is not None
-        rank.remove(request)
-        rank.free_blocks_of(request, "aborted" if status is Status.FINISHED_ABORTED else "finished")
+        assert rank is not None and request.run is not None
+        _end_run(rank, request.run, "aborted" if status is Status.FINISHED_ABORTED else "finished")
     else:
         state.queue.remove(request)
         state.unholdable_since.pop(request.request_id, None)
@@ -80,11 +82,14 @@ def finish(
             if other.reserved_for is request:
                 other.reserved_for = None
     transition(request, status)
-    request.run += 1
     request.drafts = ()
     del state.requests[request.request_id]
     state.policy.on_finish(request)
-    _announce(state, request, rank)
+    if rank is not None:
+        # Announce the end to the worker that has the request, or had it last.
+        rank.finished_ids.append(request.request_id)
+    # A run knows its request: without this the two would keep each other alive.
+    request.run = None
     _count(state, status)
     state.effects.append(
         RequestEnded(
@@ -114,12 +119,6 @@ def usage_of(state: CoreState, request: Request, num_output_tokens: int | None =
         queued_s=admitted_at - request.account.arrived_at,
         preempted_s=preempted_s,
     )
-
-
-def _announce(state: CoreState, request: Request, rank: RankState | None) -> None:
-    """Announce the end to the worker that has the request, if one has it."""
-    if rank is not None:
-        rank.finished_ids.append(request.request_id)
 
 
 def _count(state: CoreState, status: Status) -> None:

@@ -10,7 +10,7 @@ from array import array
 from scheduler_svc.core.inflight import StepRecord
 from scheduler_svc.core.output import DeferredFree, NewRow, SchedulerOutput
 from scheduler_svc.core.rank import RankState
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Request, Run
 from scheduler_svc.core.stats import Totals
 
 _NO_COLUMN: array[int] = array("i")
@@ -29,9 +29,9 @@ class StepPlan:
         "prefill_scheduled",
         "preempted",
         "rank",
-        "requests",
         "reserved_free",
         "reserved_parked",
+        "runs",
         "tokens_left",
     )
 
@@ -39,19 +39,19 @@ class StepPlan:
         self.rank = rank
         self.tokens_left = tokens_left
         # Rows in scheduling order: running ones, then admitted ones.
-        self.requests: list[Request] = []
+        self.runs: list[Run] = []
         self.num_tokens: list[int] = []
         # Running requests that got new blocks, with those.
-        self.grown: dict[Request, list[int]] = {}
+        self.grown: dict[Run, list[int]] = {}
         # Drafts that go along, for the requests that have any.
-        self.drafts: dict[Request, list[int]] = {}
-        self.admitted: list[Request] = []
-        self.preempted: list[Request] = []
+        self.drafts: dict[Run, list[int]] = {}
+        self.admitted: list[Run] = []
+        self.preempted: list[Run] = []
         # Whether a running partial prefill got tokens in this step.
         self.prefill_scheduled = False
-        self._cached_before: dict[Request, int] = {}
+        self._cached_before: dict[Run, int] = {}
         # Blocks that requests waiting for a fence count on: free ones, and parked ones that will return.
-        self._fence_needs: dict[Request, tuple[int, int]] = {}
+        self._fence_needs: dict[Run, tuple[int, int]] = {}
         self.reserved_free = 0
         self.reserved_parked = 0
 
@@ -73,29 +73,29 @@ class StepPlan:
 
     # --- changes --------------------------------------------------------------------------------------------------
 
-    def add(self, request: Request, num_tokens: int) -> None:
+    def add(self, run: Run, num_tokens: int) -> None:
         """A row of so many tokens. The pass over running requests does the same itself, without a call for each row
         (ADR 7)."""
-        self.requests.append(request)
+        self.runs.append(run)
         self.num_tokens.append(num_tokens)
         self.tokens_left -= num_tokens
 
-    def grow(self, request: Request, count: int) -> None:
-        self.grown[request] = self.rank.kv.grow(request, count)
+    def grow(self, run: Run, count: int) -> None:
+        self.grown[run] = self.rank.kv.grow(run, count)
 
-    def wait_for_fence(self, request: Request, need: int) -> None:
-        """`request` gets nothing in this step; keep what it counts on from every request behind it."""
+    def wait_for_fence(self, run: Run, need: int) -> None:
+        """`run` gets nothing in this step; keep what it counts on from every request behind it."""
         free = min(need, self.num_free_blocks)
-        self._fence_needs[request] = (free, need - free)
+        self._fence_needs[run] = (free, need - free)
         self.reserved_free += free
         self.reserved_parked += need - free
 
-    def cache(self, request: Request, num_tokens: int) -> None:
+    def cache(self, run: Run, num_tokens: int) -> None:
         """Enter full blocks in the prefix index although this step computes them: contract rule 11 makes that safe."""
-        self._cached_before.setdefault(request, request.num_cached)
-        self.rank.kv.cache_blocks(request, num_tokens)
+        self._cached_before.setdefault(run, run.num_cached)
+        self.rank.kv.cache_blocks(run, num_tokens)
 
-    def withdraw(self, victim: Request) -> None:
+    def withdraw(self, victim: Run) -> None:
         """Take back all this step gave `victim`: tokens, drafts, the entry of its new blocks (the blocks themselves go
         with its table), block hashes of blocks that will now not be computed, and its claim on returning blocks."""
         free, parked = self._fence_needs.pop(victim, (0, 0))
@@ -105,10 +105,10 @@ class StepPlan:
             self.rank.kv.uncache_blocks(victim, self._cached_before.pop(victim))
         self.grown.pop(victim, None)
         self.drafts.pop(victim, None)
-        if victim in self.requests:
-            index = self.requests.index(victim)
+        if victim in self.runs:
+            index = self.runs.index(victim)
             self.tokens_left += self.num_tokens[index]
-            del self.requests[index], self.num_tokens[index]
+            del self.runs[index], self.num_tokens[index]
 
     # --- the result -----------------------------------------------------------------------------------------------
 
@@ -116,13 +116,13 @@ class StepPlan:
         """Commit: number the step, count its tokens as in flight, and put it into the window. None, with nothing
         changed, when there is nothing to tell the worker."""
         rank, window = self.rank, self.rank.window
-        if not self.requests and not rank.has_news:
+        if not self.runs and not rank.has_news:
             return None
         step_seq = window.newest_step + 1
-        fence_seq = window.newest_fence + 1 if self.requests else window.newest_fence
+        fence_seq = window.newest_fence + 1 if self.runs else window.newest_fence
         # Before the counters move: num_computed is the state before this step.
         # Resumed requests come after new ones, as in the reference.
-        new_requests = tuple(_new_row(r) for r in sorted(self.admitted, key=_was_preempted))
+        new_requests = tuple(_new_row(run) for run in sorted(self.admitted, key=_was_preempted))
         expected, num_sampling = self._commit(fence_seq, totals)
         num_drafts, draft_token_ids = self._draft_columns()
         output = SchedulerOutput(
@@ -132,9 +132,9 @@ class StepPlan:
             fence_seq=fence_seq,
             processed_step_seq=window.acked_step,
             new_requests=new_requests,
-            rows=array("i", [r.row for r in self.requests]),
+            rows=array("i", [run.row for run in self.runs]),
             num_tokens=array("i", self.num_tokens),
-            appended_rows=array("i", [r.row for r, blocks in self.grown.items() for _ in blocks]),
+            appended_rows=array("i", [run.row for run, blocks in self.grown.items() for _ in blocks]),
             appended_blocks=array("i", [b for blocks in self.grown.values() for b in blocks]),
             preempted_request_ids=tuple(rank.preempted_ids),
             finished_request_ids=tuple(rank.finished_ids),
@@ -148,10 +148,9 @@ class StepPlan:
         window.push(
             StepRecord(
                 step_seq=step_seq,
-                fence_seq=fence_seq if self.requests else 0,
-                requests=self.requests,
+                fence_seq=fence_seq if self.runs else 0,
+                runs=self.runs,
                 num_tokens=self.num_tokens,
-                runs=[r.run for r in self.requests],
                 expected=expected,
                 num_sampling=num_sampling,
                 has_drafts=num_drafts is not None,
@@ -166,31 +165,31 @@ class StepPlan:
         """Count every row as in flight. Returns the most tokens each may yield, and how many rows sample."""
         expected: list[int] = []
         num_sampling = 0
-        for request, n in zip(self.requests, self.num_tokens, strict=True):
-            request.last_fence = fence_seq
-            request.in_flight += n
-            end = request.settled + request.in_flight
-            known = request.num_tokens + request.awaited
-            if end >= known:
-                if request.is_prefill_chunk:
+        for run, n in zip(self.runs, self.num_tokens, strict=True):
+            request = run.request
+            run.last_fence = fence_seq
+            run.in_flight += n
+            end = run.settled + run.in_flight
+            if end >= request.num_tokens + request.awaited:
+                if run.is_prefill_chunk:
                     self._count_recomputed(request, end - n, end, totals)
-                    self._set_chunk(request, False)
-                tokens = 1 if not self.drafts else 1 + len(self.drafts.get(request, ()))
+                    self._set_chunk(run, False)
+                tokens = 1 if not self.drafts else 1 + len(self.drafts.get(run, ()))
                 request.awaited += tokens
                 if tokens > 1:
-                    request.awaited_drafts += tokens - 1
+                    request.awaited_optional += tokens - 1
                 num_sampling += 1
                 expected.append(tokens)
             else:
                 self._count_recomputed(request, end - n, end, totals)
-                self._set_chunk(request, True)
+                self._set_chunk(run, True)
                 expected.append(0)
         totals.num_computed_tokens += sum(self.num_tokens)
         return expected, num_sampling
 
-    def _set_chunk(self, request: Request, is_chunk: bool) -> None:
-        if request.is_prefill_chunk is not is_chunk:
-            request.is_prefill_chunk = is_chunk
+    def _set_chunk(self, run: Run, is_chunk: bool) -> None:
+        if run.is_prefill_chunk is not is_chunk:
+            run.is_prefill_chunk = is_chunk
             self.rank.num_decodes += -1 if is_chunk else 1
 
     @staticmethod
@@ -205,21 +204,22 @@ class StepPlan:
     def _draft_columns(self) -> tuple[array[int] | None, array[int]]:
         if not self.drafts:
             return None, _NO_COLUMN
-        drafts = [self.drafts.get(r, ()) for r in self.requests]
+        drafts = [self.drafts.get(run, ()) for run in self.runs]
         return array("i", [len(d) for d in drafts]), array("i", [t for d in drafts for t in d])
 
 
-def _was_preempted(request: Request) -> bool:
-    return request.account.num_preemptions > 0
+def _was_preempted(run: Run) -> bool:
+    return run.request.account.num_preemptions > 0
 
 
-def _new_row(request: Request) -> NewRow:
+def _new_row(run: Run) -> NewRow:
+    request = run.request
     return NewRow(
         request_id=request.request_id,
-        row=request.row,
+        row=run.row,
         token_ids=request.tokens[:],
-        block_table=array("i", request.blocks),
-        num_computed_tokens=request.settled,
+        block_table=array("i", run.blocks),
+        num_computed_tokens=run.settled,
         num_prompt_tokens=request.num_prompt_tokens,
         sampling=request.sampling,
     )

@@ -6,7 +6,7 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.inflight import InflightWindow
 from scheduler_svc.core.kv.manager import KvManager
 from scheduler_svc.core.reasons import SkipReason
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Request, Run
 from scheduler_svc.core.throttle import Throttle
 
 
@@ -51,7 +51,7 @@ class RankState:
         )
         self.window = InflightWindow(config.max_inflight_steps)
         # In order of admission.
-        self.running: dict[Request, None] = {}
+        self.running: dict[Run, None] = {}
         # Of running, those whose last row was not a partial prefill.
         self.num_decodes = 0
         self.num_rows = config.num_rows
@@ -75,28 +75,25 @@ class RankState:
         # Why that pass ended before the last of the running requests; those behind have no row and no reason of it.
         self.stopped: SkipReason | None = None
 
-    def admit(self, request: Request) -> None:
-        """Append to running; gives the request its row."""
-        request.rank = self
-        request.row = self.free_rows.pop()
-        request.last_fence = 0
-        self.running[request] = None
-        # Until its first step is built says otherwise.
-        request.is_prefill_chunk = True
+    def admit(self, request: Request, now: float) -> Run:
+        """Begin a run of the request, with a row of the worker's batch and no blocks yet."""
+        run = request.run = Run(request, self, self.free_rows.pop(), now)
+        self.running[run] = None
+        return run
 
-    def remove(self, request: Request) -> None:
+    def remove(self, run: Run) -> None:
         """Take out of running; its row is free again once the step that tells the worker is acknowledged."""
-        del self.running[request]
-        self.released_rows.append(request.row)
-        if not request.is_prefill_chunk:
+        del self.running[run]
+        self.released_rows.append(run.row)
+        if not run.is_prefill_chunk:
             self.num_decodes -= 1
 
     def reuse_rows(self, rows: list[int]) -> None:
         self.free_rows.extend(rows)
 
-    def free_blocks_of(self, request: Request, reason: str) -> None:
+    def free_blocks_of(self, run: Run, reason: str) -> None:
         """Empty its table behind the fence."""
-        self.kv.free(request, acked_fence=self.window.acked_fence, newest_fence=self.window.newest_fence, reason=reason)
+        self.kv.free(run, acked_fence=self.window.acked_fence, newest_fence=self.window.newest_fence, reason=reason)
 
     @property
     def has_news(self) -> bool:

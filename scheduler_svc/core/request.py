@@ -1,23 +1,21 @@
-"""One request and its life: the status table, the counters, and nothing that decides.
+"""One request and its life: identity, limits and tokens (Request), its stays on ranks (Run), what it cost (Account),
+its place in the queue (Ticket), and the status table. Nothing here decides.
 
-Counters (D13). `settled` tokens have their KV on the rank for sure: their result is in, or their blocks were hit.
-`in_flight` tokens are dispatched. Together they are what the reference calls num_computed_tokens. `awaited` sampled
-tokens are still to come; with drafts it is an upper bound, `awaited_drafts` of which may be rejected. A *run* lasts
-from admission to preemption; results of an older run append tokens and change nothing else."""
+Counters (D13). `settled` tokens of a run have their KV on the rank for sure: their result is in, or their blocks were
+hit. `in_flight` tokens are dispatched. Together they are what the reference calls num_computed_tokens. `awaited`
+sampled tokens of a request are still to come; with drafts it is an upper bound, `awaited_optional` of which may not
+come."""
 
 from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from scheduler_svc.core.events import RequestArrived
 from scheduler_svc.core.kv.prefix_index import HashChain
-
-if TYPE_CHECKING:
-    from scheduler_svc.core.rank import RankState
-    from scheduler_svc.core.reasons import SkipReason
+from scheduler_svc.core.reasons import SkipReason
 
 
 class Status(Enum):
@@ -70,6 +68,26 @@ class Limits:
     limit: int
     # No row computes position row_limit or beyond: the last token of all needs no KV slot.
     row_limit: int
+
+
+class FenceWindow(Protocol):
+    """What a run must know of its rank's steps in flight."""
+
+    @property
+    def acked_fence(self) -> int:
+        """The newest fence that is acknowledged."""
+
+
+class RunsOn(Protocol):
+    """What a run must know of its rank."""
+
+    @property
+    def name(self) -> str:
+        """Of the rank."""
+
+    @property
+    def window(self) -> FenceWindow:
+        """Its steps in flight."""
 
 
 class Account:
@@ -132,36 +150,24 @@ class Request:
         "account",
         "arrival",
         "awaited",
-        "awaited_drafts",
-        "blocks",
-        "capacity",
+        "awaited_optional",
         "chain",
         "deadline",
         "drafts",
         "fruitless_epochs",
         "grammar_ready",
         "handle",
-        "in_flight",
-        "is_prefill_chunk",
-        "last_fence",
         "limit",
         "min_length",
         "needs_result_first",
         "num_prompt_tokens",
-        "num_cached",
         "num_tokens",
         "priority",
-        "cache_at",
-        "rank",
         "request_id",
-        "reset_mark",
-        "row",
         "row_limit",
         "run",
-        "run_since",
         "sampling",
         "sequence",
-        "settled",
         "skip_prefix_cache",
         "status",
         "stops",
@@ -203,41 +209,21 @@ class Request:
         self.grammar_ready = not event.awaits_grammar
         self.account = Account(now)
         self.ticket = Ticket()
-        self._start_runs(chain)
-
-    def _start_runs(self, chain: HashChain) -> None:
-        """Where it runs, how far it is, what it holds."""
-        # The rank it runs on, or ran on last.
-        self.rank: RankState | None = None
-        self.row = -1
-        self.run = 0
-        # Results of runs below this are dropped, tokens included (reset of the prefix cache).
-        self.reset_mark = 0
-        self.settled = 0
-        self.in_flight = 0
-        self.awaited = 0
-        self.awaited_drafts = 0
-        # Whether the last scheduled row left known tokens to compute.
-        self.is_prefill_chunk = False
-        # fence_seq of the newest step of `rank` that holds a row of it; 0: none.
-        self.last_fence = 0
-        self.drafts: tuple[int, ...] | list[int] = ()
-        self.blocks: list[int] = []
-        # len(blocks) * block_size.
-        self.capacity = 0
         self.chain = chain
-        # Leading blocks that are in the prefix index, and the number of tokens at which the next one will be full.
-        self.num_cached = 0
-        self.cache_at = chain.first_cache_at
-        self.run_since = 0.0
+        # Sampled tokens still to come, of this run and earlier ones; and how many of them may not come (drafts).
+        self.awaited = 0
+        self.awaited_optional = 0
+        # The latest run, kept when it has ended; None before the first one and after the end of the request.
+        self.run: Run | None = None
+        self.drafts: tuple[int, ...] | list[int] = ()
         # Epochs in a row that ended under its rows without a new token, and its length when the last one did.
         self.fruitless_epochs = 0
         self.tokens_at_loss = -1
 
     @property
     def computed(self) -> int:
-        """Settled and in flight: the reference's num_computed_tokens."""
-        return self.settled + self.in_flight
+        """Tokens computed or in flight in the run that goes on; 0 while it waits."""
+        return 0 if self.run is None or self.run.ended else self.run.computed
 
     @property
     def num_output_tokens(self) -> int:
@@ -251,10 +237,64 @@ class Request:
     @property
     def has_rows_in_flight(self) -> bool:
         """Whether the result of some row of it is still to come."""
-        return self.rank is not None and self.last_fence > self.rank.window.acked_fence
+        return self.run is not None and self.run.last_fence > self.run.rank.window.acked_fence
 
     def __repr__(self) -> str:
-        return f"<{self.request_id} {self.status.value} {self.num_tokens} tokens, {self.settled}+{self.in_flight}>"
+        return f"<{self.request_id} {self.status.value} {self.num_tokens} tokens, {self.computed} computed>"
+
+
+class Run:
+    """One stay of a request on a rank, from its admission until it is preempted, ends, or its rank is lost. Results
+    that come after that append tokens to the request and change nothing else."""
+
+    __slots__ = (
+        "blocks",
+        "cache_at",
+        "capacity",
+        "drops_results",
+        "ended",
+        "in_flight",
+        "is_prefill_chunk",
+        "last_fence",
+        "num_cached",
+        "rank",
+        "request",
+        "row",
+        "run_since",
+        "settled",
+    )
+
+    def __init__(self, request: Request, rank: RunsOn, row: int, now: float) -> None:
+        self.request = request
+        self.rank = rank
+        # Of the worker's batch.
+        self.row = row
+        self.run_since = now
+        # Set once, by lifecycle.
+        self.ended = False
+        # Whether results still to come are dropped, tokens included: they belong to what a reset has forgotten.
+        self.drops_results = False
+        # Tokens whose KV is on the rank for sure, and tokens dispatched (plan, settlement).
+        self.settled = 0
+        self.in_flight = 0
+        # Whether the last scheduled row left known tokens to compute (plan); until the first one is built, it did.
+        self.is_prefill_chunk = True
+        # fence_seq of the newest step that holds a row of it; 0: none (plan).
+        self.last_fence = 0
+        # The block table, and len(blocks) * block_size (kv).
+        self.blocks: list[int] = []
+        self.capacity = 0
+        # Leading blocks that are in the prefix index, and the number of tokens at which the next one will be full (kv).
+        self.num_cached = 0
+        self.cache_at = request.chain.first_cache_at
+
+    @property
+    def computed(self) -> int:
+        """Settled and in flight: the reference's num_computed_tokens."""
+        return self.settled + self.in_flight
+
+    def __repr__(self) -> str:
+        return f"<run of {self.request.request_id}, {self.settled}+{self.in_flight}>"
 
 
 def transition(request: Request, to: Status) -> None:

@@ -44,7 +44,7 @@ def _padding(state: CoreState, plan: StepPlan, start: int, known: int) -> int | 
         known - start == 1
         and config.num_speculative_tokens > 0
         and not config.rules.proposes_drafts
-        and len(plan.requests) > len(plan.admitted)
+        and len(plan.runs) > len(plan.admitted)
         and not plan.prefill_scheduled
     )
     if not pads:

@@ -45,7 +45,7 @@ from scheduler_svc.core.kv.prefix_index import HashChain
 from scheduler_svc.core.output import SchedulerOutput
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.rank import RankState
-from scheduler_svc.core.request import QUEUED, Request, Status
+from scheduler_svc.core.request import QUEUED, Request, Run, Status
 from scheduler_svc.core.state import CoreState
 from scheduler_svc.core.stats import Totals
 from scheduler_svc.core.views import Explanation, RankAuditFacts, RankView
@@ -146,7 +146,7 @@ class Scheduler:
         if self._may_admit(rank, plan):
             admission.run(state, rank, plan, defer_prefills=defer)
         output = plan.build(state.totals)
-        rank.last_pass_fence = rank.window.newest_fence if plan.requests else 0
+        rank.last_pass_fence = rank.window.newest_fence if plan.runs else 0
         if output is not None:
             state.policy.charge(plan)
         if was_idle:
@@ -163,7 +163,7 @@ class Scheduler:
             if head is not None:
                 reason = reasons.STEP_PREEMPTS if plan.preempted else reasons.FENCE_AWAITED
                 self.state.admission_stopped = (reason, head)
-                if head not in plan.preempted:
+                if all(run.request is not head for run in plan.preempted):
                     self.state.skip(head, reason)
             return False
         return self.state.pause is PauseState.UNPAUSED and (not rank.is_draining or bool(rank.returning))
@@ -269,10 +269,10 @@ class Scheduler:
         rank.is_draining = True
         rank.reserved_for = None
         pools = [other.kv.num_usable for other in state.ranks.values() if not other.is_draining]
-        for request in reversed(list(rank.running)):
-            if state.blocks_needed(request) <= max(pools, default=0):
-                lifecycle.preempt(state, rank, request, beneficiary="", cause="rank_draining")
-                state.queue.prepend(request)
+        for run in reversed(list(rank.running)):
+            if state.blocks_needed(run.request) <= max(pools, default=0):
+                lifecycle.preempt(state, rank, run, beneficiary="", cause="rank_draining")
+                state.queue.prepend(run.request)
 
     def _ranks_changed(self) -> None:
         """Note what no living rank can hold; time will tell whether one comes that can (D30)."""
@@ -297,7 +297,7 @@ class Scheduler:
     def _propose(self, event: DraftsProposed) -> None:
         for request_id, drafts in event.drafts.items():
             request = self.state.requests.get(request_id)
-            if request is not None and not request.is_prefill_chunk:
+            if request is not None and (request.run is None or not request.run.is_prefill_chunk):
                 request.drafts = list(drafts)
 
     def _grammar_ready(self, event: GrammarReady) -> None:
@@ -314,8 +314,8 @@ class Scheduler:
         ranks = list(state.ranks.values())
         if event.preempt_running:
             for rank in ranks:
-                for request in reversed(list(rank.running)):
-                    self._preempt_for_reset(rank, request)
+                for run in reversed(list(rank.running)):
+                    self._preempt_for_reset(rank, run)
         over_parked = state.config.rules.reset_over_parked
         busy = [rank.name for rank in ranks if rank.kv.is_held or (rank.kv.parked and not over_parked)]
         if busy:
@@ -326,11 +326,12 @@ class Scheduler:
             rank.kv.reset_prefix_cache()
         state.effects.append(PrefixCacheReset(True, ""))
 
-    def _preempt_for_reset(self, rank: RankState, request: Request) -> None:
+    def _preempt_for_reset(self, rank: RankState, run: Run) -> None:
         """Its results in flight are dropped, tokens included: they belong to what is being forgotten."""
-        lifecycle.preempt(self.state, rank, request, beneficiary="", cause="reset")
-        request.awaited = request.awaited_drafts = 0
-        request.reset_mark = request.run
+        request = run.request
+        lifecycle.preempt(self.state, rank, run, beneficiary="", cause="reset")
+        rank.window.drop(request)
+        request.awaited = request.awaited_optional = 0
         self.state.queue.prepend(request)
 
     # --- questions ------------------------------------------------------------------------------------------------

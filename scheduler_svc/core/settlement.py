@@ -7,7 +7,7 @@ from scheduler_svc.core import lifecycle, stopping
 from scheduler_svc.core.events import EndReason, StepAcked, TokensProduced, WorkerProtocolError
 from scheduler_svc.core.inflight import StepRecord
 from scheduler_svc.core.rank import RankState
-from scheduler_svc.core.request import FINISHED, Request, Status
+from scheduler_svc.core.request import FINISHED, Request, Run, Status
 from scheduler_svc.core.state import CoreState
 
 # A request that has its last token: why, and the id that stopped it.
@@ -29,9 +29,9 @@ def acknowledge(state: CoreState, event: StepAcked) -> None:
     rank.reuse_rows(record.released_rows)
     ends: list[_End] = []
     if record.has_drafts or event.counts is not None or state.proposer is not None:
-        produced = _settle_counted(state, record, event, ends)
+        produced = _settle_counted(state, rank, record, event, ends)
     else:
-        produced = _settle_plain(state, record, event.sampled, ends)
+        produced = _settle_plain(state, rank, record, event.sampled, ends)
     if produced.handles:
         state.totals.num_output_tokens += len(produced.tokens)
         state.effects.append(produced)
@@ -64,23 +64,26 @@ def _checked(rank: RankState, event: StepAcked, *, least: int) -> StepRecord:
     return record
 
 
-def _settle_plain(state: CoreState, record: StepRecord, sampled: list[int], ends: list[_End]) -> TokensProduced:
+def _settle_plain(
+    state: CoreState, rank: RankState, record: StepRecord, sampled: list[int], ends: list[_End]
+) -> TokensProduced:
     """One token for each sampling row: the common case, and what an acknowledgement costs."""
     caches = not state.config.rules.results_first
     handles: list[int] = []
     tokens: list[int] = []
     add_handle, add_token = handles.append, tokens.append
     next_token = iter(sampled).__next__
-    for request, n, run, expected in zip(record.requests, record.num_tokens, record.runs, record.expected, strict=True):
-        if request.run != run:
+    for run, n, expected in zip(record.runs, record.num_tokens, record.expected, strict=True):
+        request = run.request
+        if run.ended:
             if expected:
                 token = next_token()
-                if _append_stale(request, run, [token], 1, ends):
+                if _append_late(run, [token], 1, ends):
                     add_handle(request.handle)
                     add_token(token)
             continue
-        request.in_flight -= n
-        request.settled += n
+        run.in_flight -= n
+        run.settled += n
         if expected:
             token = next_token()
             request.awaited -= 1
@@ -90,12 +93,14 @@ def _settle_plain(state: CoreState, record: StepRecord, sampled: list[int], ends
             add_token(token)
             if request.num_tokens >= request.limit or token in request.stops:
                 _stop_if_due(request, token, ends)
-        if request.settled >= request.cache_at and caches:
-            request.rank.kv.cache_blocks(request, request.settled)  # type: ignore[union-attr]
+        if run.settled >= run.cache_at and caches:
+            rank.kv.cache_blocks(run, run.settled)
     return TokensProduced(handles, None, tokens)
 
 
-def _settle_counted(state: CoreState, record: StepRecord, event: StepAcked, ends: list[_End]) -> TokensProduced:
+def _settle_counted(
+    state: CoreState, rank: RankState, record: StepRecord, event: StepAcked, ends: list[_End]
+) -> TokensProduced:
     """Rows with drafts, or with a count column: each yields between nothing and 1 + its drafts."""
     counts = event.counts
     if counts is None:
@@ -104,39 +109,39 @@ def _settle_counted(state: CoreState, record: StepRecord, event: StepAcked, ends
     out_counts: list[int] = []
     tokens: list[int] = []
     at = 0
-    rows = zip(record.requests, record.num_tokens, record.runs, record.expected, counts, strict=True)
-    for request, n, run, expected, count in rows:
+    for run, n, expected, count in zip(record.runs, record.num_tokens, record.expected, counts, strict=True):
         row = event.sampled[at : at + count]
         at += count
-        if request.run != run:
-            kept = row if expected and _append_stale(request, run, row, expected, ends) else []
+        if run.ended:
+            kept = row if expected and _append_late(run, row, expected, ends) else []
         else:
-            kept = _settle_row(state, request, n, expected, row, ends)
+            kept = _settle_row(state, rank, run, n, expected, row, ends)
         if kept:
-            handles.append(request.handle)
+            handles.append(run.request.handle)
             out_counts.append(len(kept))
             tokens += kept
     return TokensProduced(handles, out_counts, tokens)
 
 
 def _settle_row(
-    state: CoreState, request: Request, n: int, expected: int, row: list[int], ends: list[_End]
+    state: CoreState, rank: RankState, run: Run, n: int, expected: int, row: list[int], ends: list[_End]
 ) -> list[int]:
     """Settle one row of 1 + k tokens: the KV of rejected drafts is overwritten later and does not count as computed.
     Returns the tokens that belong to the request."""
-    request.in_flight -= n
+    request = run.request
+    run.in_flight -= n
     # A sampling row that yields nothing has computed none of what it was to verify (F39).
-    request.settled += n - (expected - len(row))
+    run.settled += n - (expected - len(row))
     request.awaited -= expected
     if expected > 1:
-        request.awaited_drafts -= expected - 1
+        request.awaited_optional -= expected - 1
     if expected and not row:
-        _uncache_uncomputed(request)
+        _uncache_uncomputed(rank, run)
     is_last = _append(request, row, ends)
     # Tokens behind a stop are computed, but no part of the request.
-    settled = min(request.settled, request.num_tokens)
-    if not state.config.rules.results_first and settled >= request.cache_at:
-        request.rank.kv.cache_blocks(request, settled)  # type: ignore[union-attr]
+    settled = min(run.settled, request.num_tokens)
+    if not state.config.rules.results_first and settled >= run.cache_at:
+        rank.kv.cache_blocks(run, settled)
     if row and not is_last and state.proposer is not None:
         request.drafts = state.proposer.propose(request.tokens)
     return row
@@ -153,22 +158,22 @@ def _append(request: Request, row: list[int], ends: list[_End]) -> bool:
     return False
 
 
-def _uncache_uncomputed(request: Request) -> None:
+def _uncache_uncomputed(rank: RankState, run: Run) -> None:
     """Its row yielded nothing: blocks cached because the row would fill them are not to be relied upon."""
-    kv = request.rank.kv  # type: ignore[union-attr]
-    full = request.settled // kv.block_size
-    if full < request.num_cached:
-        kv.uncache_blocks(request, full)
+    full = run.settled // rank.kv.block_size
+    if full < run.num_cached:
+        rank.kv.uncache_blocks(run, full)
 
 
-def _append_stale(request: Request, run: int, row: list[int], expected: int, ends: list[_End]) -> bool:
-    """A row of an earlier run: its tokens count (the recompute will include them), its progress does not. Returns
-    whether they were kept: tokens of ended requests, and of runs below a reset's mark, are dropped (contract rule
-    6)."""
-    if request.status in FINISHED or run < request.reset_mark:
+def _append_late(run: Run, row: list[int], expected: int, ends: list[_End]) -> bool:
+    """A row of a run that has ended: its tokens count (the recompute will include them), its progress does not. Returns
+    whether they were kept: tokens of ended requests, and of runs that a reset has forgotten, are dropped (contract
+    rule 6)."""
+    request = run.request
+    if request.status in FINISHED or run.drops_results:
         return False
     request.awaited -= expected
-    request.awaited_drafts -= expected - 1
+    request.awaited_optional -= expected - 1
     _append(request, row, ends)
     return bool(row)
 
@@ -193,9 +198,9 @@ def end_epoch(state: CoreState, rank: RankState, *, graceful: bool) -> None:
         for request in touched:
             _count_fruitless_epoch(request)
     orphans = list(rank.running)
-    for request in reversed(orphans):
-        lifecycle.preempt(state, rank, request, beneficiary="", cause="rank_lost")
-        state.queue.prepend(request)
+    for run in reversed(orphans):
+        lifecycle.preempt(state, rank, run, beneficiary="", cause="rank_lost")
+        state.queue.prepend(run.request)
     _fail_poison(state, touched)
 
 
@@ -203,11 +208,11 @@ def _forget_awaited(rank: RankState) -> list[Request]:
     """Requests with rows in the rank's flight, each once, in the order of the rows; they await nothing any more."""
     touched: dict[Request, None] = {}
     for record in rank.window.clear():
-        for request, run in zip(record.requests, record.runs, strict=True):
-            if request.status not in FINISHED and run >= request.reset_mark:
-                touched[request] = None
+        for run in record.runs:
+            if run.request.status not in FINISHED and not run.drops_results:
+                touched[run.request] = None
     for request in touched:
-        request.awaited = request.awaited_drafts = 0
+        request.awaited = request.awaited_optional = 0
     return list(touched)
 
 

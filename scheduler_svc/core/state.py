@@ -54,9 +54,10 @@ class CoreState:
         self.last_admission_pass = 0
 
     def living(self, request: Request) -> RankState | None:
-        """The request's rank, if that epoch of it still lives."""
-        rank = request.rank
-        return rank if rank is not None and self.ranks.get(rank.name) is rank else None
+        """The rank of the request's latest run, if that epoch of it still lives."""
+        run = request.run
+        rank = None if run is None else self.ranks.get(run.rank.name)
+        return rank if run is not None and rank is run.rank else None
 
     def skip(self, request: Request, reason: SkipReason) -> None:
         """A pass examined the request and gave it nothing (R4)."""

@@ -9,7 +9,7 @@ from scheduler_svc.core import reasons
 from scheduler_svc.core.events import PauseState
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.reasons import SkipReason
-from scheduler_svc.core.request import Request, Status
+from scheduler_svc.core.request import Request, Run, Status
 from scheduler_svc.core.state import CoreState
 
 
@@ -70,27 +70,28 @@ def rank_view(rank: RankState) -> RankView:
 def explain(state: CoreState, request: Request) -> Explanation:
     """The stored reason where the last pass examined the request, else one derived from where that pass ended."""
     if request.status is Status.RUNNING:
-        rank = request.rank
-        assert rank is not None
-        reason, detail = _why_not_scheduled(state, rank, request)
+        rank, run = state.living(request), request.run
+        assert rank is not None and run is not None
+        reason, detail = _why_not_scheduled(state, rank, run)
         return Explanation(request.request_id, request.status.value, rank.name, reason, detail)
     reason, detail = _why_not_admitted(state, request)
     return Explanation(request.request_id, request.status.value, None, reason, detail)
 
 
-def _why_not_scheduled(state: CoreState, rank: RankState, request: Request) -> tuple[SkipReason | None, str]:
-    in_newest = request.last_fence == rank.window.newest_fence and request.last_fence > 0
-    if in_newest and request.has_rows_in_flight:
-        step_seq = next(r.step_seq for r in rank.window.records if r.fence_seq == request.last_fence)
+def _why_not_scheduled(state: CoreState, rank: RankState, run: Run) -> tuple[SkipReason | None, str]:
+    in_newest = run.last_fence == rank.window.newest_fence and run.last_fence > 0
+    if in_newest and run.last_fence > rank.window.acked_fence:
+        step_seq = next(r.step_seq for r in rank.window.records if r.fence_seq == run.last_fence)
         return None, f"in step {step_seq} of {rank.name}"
     if state.pause is PauseState.PAUSED_ALL:
         return reasons.PAUSED, reasons.PAUSED.text
-    had_row = request.last_fence == rank.last_pass_fence and request.last_fence > 0
-    if rank.stopped is not None and not had_row and request.account.skipped_in_pass != rank.last_pass:
+    account = run.request.account
+    had_row = run.last_fence == rank.last_pass_fence and run.last_fence > 0
+    if rank.stopped is not None and not had_row and account.skipped_in_pass != rank.last_pass:
         return rank.stopped, rank.stopped.text
     if in_newest:
         return None, f"in the last step of {rank.name}, which is answered"
-    reason = request.account.skip_reason or reasons.NOT_EXAMINED
+    reason = account.skip_reason or reasons.NOT_EXAMINED
     return reason, reason.text
 
 

@@ -43,7 +43,7 @@ from scheduler_svc.core.events import (
     WorkerProtocolError,
 )
 from scheduler_svc.core.output import SchedulerOutput
-from scheduler_svc.core.request import BLOCKED, Request, Status
+from scheduler_svc.core.request import BLOCKED, Request, Run, Status
 from scheduler_svc.core.rules import Fence
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.stats import Usage
@@ -206,7 +206,7 @@ class CheckedCore:
         for _ in range(min(num_executed, link.worker.num_waiting)):
             self.late_results.append((name, link.worker.execute()))
         state = self.scheduler.state
-        running = [r.request_id for r in state.ranks[name].running]
+        running = [run.request.request_id for run in state.ranks[name].running]
         before = set(self.clients)
         self._handle(RankLost(name, "simulated", graceful))
         self.reached["requests orphaned"] += len(running)
@@ -219,7 +219,7 @@ class CheckedCore:
 
     def drain_rank(self, name: str) -> None:
         self.reached["rank draining"] += 1
-        self.links[name].taken_off_ids |= {r.request_id for r in self.scheduler.state.ranks[name].running}
+        self.links[name].taken_off_ids |= {run.request.request_id for run in self.scheduler.state.ranks[name].running}
         self._handle(RankDraining(name))
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class CheckedCore:
             return None
         deep = self._is_deep()
         before = Before.of(self.scheduler, rank) if deep else None
-        running = [r.request_id for r in rank.running]
+        running = [run.request.request_id for run in rank.running]
         output = self.scheduler.schedule(name)
         effects = self.scheduler.take_effects()
         if self.transcript is not None:
@@ -332,12 +332,12 @@ class CheckedCore:
     def reset_prefix_cache(self, *, preempt_running: bool) -> None:
         for link in self.links.values():
             if preempt_running:
-                link.taken_off_ids |= {r.request_id for r in self.scheduler.state.ranks[link.name].running}
+                link.taken_off_ids |= {run.request.request_id for run in self.scheduler.state.ranks[link.name].running}
         effects = self._handle(PrefixCacheResetRequested(preempt_running))
         answers = [e for e in effects if isinstance(e, PrefixCacheReset)]
         _demand(len(answers) == 1, f"a reset got {len(answers)} answers")
         ranks = self.scheduler.state.ranks.values()
-        held = any(request.blocks for rank in ranks for request in rank.running)
+        held = any(run.blocks for rank in ranks for run in rank.running)
         if not self.config.rules.reset_over_parked:
             held = held or any(rank.kv.parked for rank in ranks)
         _demand(answers[0].success is not held, f"reset says {answers[0].success}, blocks held: {held}")
@@ -638,7 +638,7 @@ class CheckedCore:
         _demand(len(rank.window) == link.worker.num_waiting + 1, f"window of {link.name} and worker differ")
 
     def _count_step(
-        self, before: list[str], running: Iterable[Request], output: SchedulerOutput | None, effects: Sequence[Effect]
+        self, before: list[str], running: Iterable[Run], output: SchedulerOutput | None, effects: Sequence[Effect]
     ) -> None:
         reached = self.reached
         if output is None:
@@ -652,9 +652,9 @@ class CheckedCore:
         reached["prefix hits"] += sum(n.num_computed_tokens > 0 for n in output.new_requests)
         reached["frees deferred"] += len(output.deferred_frees)
         reached["rows with drafts"] += 0 if output.num_drafts is None else sum(k > 0 for k in output.num_drafts)
-        for request in running:
-            if request.account.skip_reason is not None:
-                reached[f"skipped: {request.account.skip_reason.name}"] += 1
+        for run in running:
+            if (reason := run.request.account.skip_reason) is not None:
+                reached[f"skipped: {reason.name}"] += 1
         victims = [e for e in effects if isinstance(e, RequestPreempted)]
         reached["victim ahead of the beneficiary"] += sum(
             before.index(e.victim) < before.index(e.beneficiary) for e in victims

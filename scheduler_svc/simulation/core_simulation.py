@@ -504,7 +504,7 @@ class Simulation:
 
     def _propose(self) -> None:
         rank = self.core.scheduler.state.ranks.get("r0")
-        running = [] if rank is None else [r for r in rank.running if not r.awaited]
+        running = [] if rank is None else [run.request for run in rank.running if not run.request.awaited]
         if running:
             client = self.core.clients[self.random.choice(running).request_id]
             right = client.source.next_token()

@@ -292,7 +292,7 @@ class ScenarioRun:
             else:
                 effects = self._handle(RequestAborted(request_id, AbortCause.ABORTED))
             ended += [e.request_id for e in effects if isinstance(e, RequestEnded)]
-            if request.rank is None:
+            if request.account.first_admitted_at is None:
                 self._unsent_ids.append(request_id)
         return ended
 
@@ -395,7 +395,7 @@ class ScenarioRun:
         state, rank = self.scheduler.state, self._rank
         described: Json = {
             "free_blocks": rank.kv.pool.num_free,
-            "running": [r.request_id for r in rank.running],
+            "running": [run.request.request_id for run in rank.running],
             "waiting": [r.request_id for r in state.queue.waiting],
             "skipped": [r.request_id for r in state.queue.skipped],
             "capacity_bound": rank.throttle.capacity_bound,
@@ -408,7 +408,7 @@ class ScenarioRun:
                     "outputs": r.num_output_tokens,
                     "spec": list(r.drafts),
                     "preemptions": r.account.num_preemptions,
-                    "blocks": list(r.blocks),
+                    "blocks": [] if r.run is None else list(r.run.blocks),
                 }
                 for r in self._requests.values()
                 if r.status in LIVE
@@ -433,15 +433,16 @@ def _describe(output: SchedulerOutput, record: StepRecord, unsent_ids: list[str]
     spec: dict[str, list[int]] = {}
     drafts = iter(output.draft_token_ids)
     num_drafts = output.num_drafts or [0] * len(record.requests)
-    rows = zip(record.requests, record.num_tokens, record.expected, num_drafts, strict=True)
-    for request, n, expected, count in rows:
+    rows = zip(record.runs, record.num_tokens, record.expected, num_drafts, strict=True)
+    for run, n, expected, count in rows:
+        request = run.request
         if count:
             spec[request.request_id] = [next(drafts) for _ in range(count)]
         if request.request_id not in new_ids:
             cached.append(
                 {
                     "id": request.request_id,
-                    "new_blocks": grown.get(request.row),
+                    "new_blocks": grown.get(run.row),
                     "computed": request.computed - n,
                     "outputs": request.num_output_tokens + request.awaited - expected,
                 }

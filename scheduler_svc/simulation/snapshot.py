@@ -45,26 +45,23 @@ def _by_sequence(request: Request) -> int:
 
 
 def _request(state: CoreState, r: Request, places: dict[int, int], cap: int | None) -> Snapshot:
-    rank = state.living(r)
+    rank, run = state.living(r), r.run
     return (
         r.status,
         r.num_tokens,
         r.limit,
         r.row_limit,
         r.priority,
-        r.settled,
-        r.in_flight,
+        None if run is None else (run.settled, run.in_flight, run.is_prefill_chunk, run.num_cached),
         r.awaited,
-        r.awaited_drafts,
-        r.is_prefill_chunk,
+        r.awaited_optional,
         tuple(r.drafts),
-        r.num_cached,
         0 if cap is None else min(r.account.num_shortage_preemptions, cap),
         r.fruitless_epochs,
         r.fruitless_epochs > 0 and r.num_tokens == r.tokens_at_loss,
         r.ticket.num_passes,
         r.grammar_ready,
-        None if rank is None else (places[id(rank)], max(r.last_fence - rank.window.acked_fence, 0)),
+        None if rank is None or run is None else (places[id(rank)], max(run.last_fence - rank.window.acked_fence, 0)),
     )
 
 
@@ -86,8 +83,8 @@ def _rank(
     return (
         rank.name,
         rank.kv.num_usable,
-        tuple(order[r] for r in rank.running),
-        tuple(tuple(name(b) for b in r.blocks) for r in rank.running),
+        tuple(order[run.request] for run in rank.running),
+        tuple(tuple(name(b) for b in run.blocks) for run in rank.running),
         tuple((free.fence - acked, tuple(name(b) for b in free.blocks)) for free in rank.kv.parked),
         # Free blocks without a block hash are all alike.
         tuple(name(b) if pool.index.hash_of(b) else None for b in pool.free_order()),
@@ -111,9 +108,9 @@ def _hashes(rank: RankState, name: Callable[[int], int], hash_name: Callable[[by
 
 def _record(record: StepRecord, order: dict[Request, int], acked: int) -> Snapshot:
     rows: list[Snapshot] = []
-    for request, n, run, expected in zip(record.requests, record.num_tokens, record.runs, record.expected, strict=True):
-        if request.status in FINISHED:
+    for run, n, expected in zip(record.runs, record.num_tokens, record.expected, strict=True):
+        if run.request.status in FINISHED:
             rows.append((None, expected))
         else:
-            rows.append((order[request], n if request.run == run else None, run < request.reset_mark, expected))
+            rows.append((order[run.request], None if run.ended else n, run.drops_results, expected))
     return (record.fence_seq - acked if record.fence_seq else 0, tuple(rows), record.has_drafts)

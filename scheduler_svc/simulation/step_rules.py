@@ -13,7 +13,7 @@ from scheduler_svc.core.events import Effect, PauseState, RequestPreempted
 from scheduler_svc.core.output import SchedulerOutput
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.reasons import SkipReason
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Request, Run
 from scheduler_svc.core.scheduler import Scheduler
 
 _RUNNING_REASONS = frozenset(
@@ -49,9 +49,9 @@ class Before:
     @classmethod
     def of(cls, scheduler: Scheduler, rank: RankState) -> Before:
         return cls(
-            running=tuple(rank.running),
-            num_preemptions={r: r.account.num_shortage_preemptions for r in rank.running},
-            is_chunk={r: r.is_prefill_chunk for r in rank.running},
+            running=tuple(run.request for run in rank.running),
+            num_preemptions={run.request: run.request.account.num_shortage_preemptions for run in rank.running},
+            is_chunk={run.request: run.is_prefill_chunk for run in rank.running},
             capacity_bound=rank.throttle.capacity_bound,
             num_nonempty_steps=rank.throttle.num_steps,
             fresh=tuple(r for r in scheduler.state.queue.waiting if not r.account.num_preemptions),
@@ -100,7 +100,8 @@ class PlannedStep:
         """Whether nothing kept the step from admitting: a victim, somebody who waits for a fence, a pause, a drain."""
         rank, state = self.rank, self.scheduler.state
         in_step = {r for r, _ in self.rows}
-        waits = any(r not in in_step and r.account.skip_reason is reasons.WAITING_FOR_FENCE for r in rank.running)
+        left_out = [run.request for run in rank.running if run.request not in in_step]
+        waits = any(request.account.skip_reason is reasons.WAITING_FOR_FENCE for request in left_out)
         return not (self.preemptions or waits or rank.is_draining or state.pause is not PauseState.UNPAUSED)
 
 
@@ -200,18 +201,19 @@ def capacity_flag_is_kept(step: PlannedStep) -> Iterator[str]:
 def every_running_request_has_a_row_or_a_reason(step: PlannedStep) -> Iterator[str]:
     """R4, for those that run on the rank; the reason must fit the state."""
     in_step = {r for r, _ in step.rows}
-    for request in step.rank.running:
+    for run in step.rank.running:
+        request = run.request
         explanation = step.scheduler.explain(request.request_id)
         reason = None if explanation is None else explanation.reason
         if request in in_step:
             if reason is not None:
                 yield f"{request.request_id} runs and says {reason}"
-        elif not _runs(step.rank, request) and (reason not in _RUNNING_REASONS or not _is_true(step, request, reason)):
+        elif not _runs(step.rank, run) and (reason not in _RUNNING_REASONS or not _is_true(step, request, reason)):
             yield f"{request.request_id} got nothing and says {reason}"
 
 
-def _runs(rank: RankState, request: Request) -> bool:
-    return request.last_fence > 0 and request.last_fence == rank.window.newest_fence
+def _runs(rank: RankState, run: Run) -> bool:
+    return 0 < run.last_fence == rank.window.newest_fence
 
 
 def _is_true(step: PlannedStep, request: Request, reason: SkipReason | None) -> bool:

@@ -137,8 +137,9 @@ class VirtualRun:
         record = self._rank.window.records[-1]
         num_prefill = num_decode = num_context = 0
         sampled: list[int] = []
-        for request, n, expected in zip(record.requests, record.num_tokens, record.expected, strict=True):
-            num_context += request.settled + request.in_flight
+        for run, n, expected in zip(record.runs, record.num_tokens, record.expected, strict=True):
+            request = run.request
+            num_context += run.computed
             if n > 1 or not expected:
                 num_prefill += n
             else:

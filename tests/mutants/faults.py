@@ -28,7 +28,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the fence is ignored",
         "kv.manager:KvManager.free",
-        "self.deferring and request.last_fence > acked_fence",
+        "self.deferring and run.last_fence > acked_fence",
         "False",
     ),
     Fault(
@@ -40,13 +40,13 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the fence is the request's own last step",
         "kv.manager:KvManager.free",
-        "ParkedFree(newest_fence, request.request_id, tuple(blocks), reason)",
-        "ParkedFree(request.last_fence, request.request_id, tuple(blocks), reason)",
+        "ParkedFree(newest_fence, run.request.request_id, tuple(blocks), reason)",
+        "ParkedFree(run.last_fence, run.request.request_id, tuple(blocks), reason)",
     ),
     Fault(
         "a victim is taken although enough is returning",
         "running:_make_room",
-        "config.rules.waits_for_fence",
+        "state.config.rules.waits_for_fence",
         "False",
     ),
     Fault(
@@ -101,14 +101,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "max_preemptions is ignored",
         "policies.base:SchedulingPolicy.victim",
-        "most is None or victim.account.num_shortage_preemptions < most",
+        "most is None or victim.request.account.num_shortage_preemptions < most",
         "True",
     ),
     Fault(
         "the needy request is another victim",
         "policies.base:SchedulingPolicy.victim",
-        "r.account.num_shortage_preemptions < most and r is not needy",
-        "r.account.num_shortage_preemptions < most",
+        "r.request.account.num_shortage_preemptions < most and r is not needy",
+        "r.request.account.num_shortage_preemptions < most",
     ),
     Fault(
         "a victim goes to the end of the queue",
@@ -125,7 +125,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "self-preemption does not end the step",
         "running:_consider",
-        "0 if request.status is Status.RUNNING else _END_OF_PASS",
+        "_END_OF_PASS if run.ended else 0",
         "0",
     ),
     Fault(
@@ -179,7 +179,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "requests behind the end of a pass give an old reason",
         "views:_why_not_scheduled",
-        "rank.stopped is not None and not had_row and request.account.skipped_in_pass != rank.last_pass",
+        "rank.stopped is not None and not had_row and account.skipped_in_pass != rank.last_pass",
         "False",
     ),
     # --- queues ---
@@ -199,14 +199,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a row may start one slot beyond its table",
         "running:_consider",
-        "request.capacity",
-        "request.capacity + 1",
+        "run.capacity",
+        "run.capacity + 1",
     ),
     Fault(
         "a decode may run one slot beyond its table",
         "running:run",
-        "request.capacity",
-        "request.capacity + 1",
+        "run.capacity",
+        "run.capacity + 1",
     ),
     Fault(
         "what exactly fits is refused a block",
@@ -253,7 +253,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a row is sent whose output nobody can use",
         "running:_must_wait",
-        "request.num_tokens + request.awaited - request.awaited_drafts >= request.limit",
+        "request.num_tokens + request.awaited - request.awaited_optional >= request.limit",
         "False",
     ),
     Fault(
@@ -283,7 +283,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a row that stands alone is padded",
         "rows:_padding",
-        "len(plan.requests) > len(plan.admitted)",
+        "len(plan.runs) > len(plan.admitted)",
         "True",
     ),
     Fault(
@@ -350,14 +350,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the last block of a request is freed and not cached",
         "settlement:_settle_plain",
-        "request.settled >= request.cache_at and caches",
-        "request.settled >= request.cache_at and caches and not ends",
+        "run.settled >= run.cache_at and caches",
+        "run.settled >= run.cache_at and caches and not ends",
     ),
     Fault(
         "tokens behind a stop fill a block",
         "settlement:_settle_row",
-        "min(request.settled, request.num_tokens)",
-        "request.settled",
+        "min(run.settled, request.num_tokens)",
+        "run.settled",
     ),
     Fault(
         "a reset over parked blocks is never refused",
@@ -369,13 +369,13 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a late result counts as progress",
         "settlement:_settle_plain",
-        "request.run != run",
-        "request.run != run and request.status in FINISHED",
+        "run.ended",
+        "run.ended and request.status in FINISHED",
     ),
     Fault(
         "a late result stays awaited",
-        "settlement:_append_stale",
-        "request.awaited -= expected\nrequest.awaited_drafts -= expected - 1",
+        "settlement:_append_late",
+        "request.awaited -= expected\nrequest.awaited_optional -= expected - 1",
         "pass",
     ),
     Fault(
@@ -387,7 +387,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "results from before a reset are kept",
         "scheduler:Scheduler._preempt_for_reset",
-        "request.reset_mark = request.run",
+        "rank.window.drop(request)",
         "pass",
     ),
     Fault(
@@ -490,13 +490,13 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a lost rank leaves its results awaited",
         "settlement:_forget_awaited",
-        "for request in touched:\n    request.awaited = request.awaited_drafts = 0",
+        "for request in touched:\n    request.awaited = request.awaited_optional = 0",
         "pass",
     ),
     Fault(
         "time lost with a worker counts from when it is noticed",
         "lifecycle:preempt",
-        "max(rank.quiet_since, victim.run_since) if cause == 'rank_lost' else state.now",
+        "max(rank.quiet_since, run.run_since) if cause == 'rank_lost' else state.now",
         "state.now",
     ),
     Fault(

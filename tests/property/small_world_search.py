@@ -40,9 +40,10 @@ from scheduler_svc.core.kv.manager import KvManager
 from scheduler_svc.core.kv.prefix_index import HashChain, PrefixIndex
 from scheduler_svc.core.policies import make_policy
 from scheduler_svc.core.rank import RankState
-from scheduler_svc.core.request import FINISHED, Account, Request, Ticket
+from scheduler_svc.core.request import FINISHED, Account, Request, Run, RunsOn, Ticket
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.state import CoreState
+from scheduler_svc.core.throttle import Throttle
 from scheduler_svc.simulation.snapshot import snapshot
 from scheduler_svc.simulation.step_rules import Before, PlannedStep, queued_without_reason, violations
 
@@ -275,8 +276,8 @@ class Search:
                 given.update(new.block_table[new.num_computed_tokens // rank.kv.block_size :])
             taken = given.intersection(*node.reads) if rank.kv.deferring and node.reads else ()
             _demand(not taken, f"blocks {taken} are given out while a step in flight reads them")
-            requests = rank.window.records[-1].requests
-            node.reads = (*node.reads, frozenset(block for request in requests for block in request.blocks))
+            runs = rank.window.records[-1].runs
+            node.reads = (*node.reads, frozenset(block for run in runs for block in run.blocks))
 
     def _acknowledge(self, node: _Node) -> None:
         rank = node.state.ranks[RANK]
@@ -317,6 +318,8 @@ def _field_copier(names: Sequence[str]) -> Callable[[object, object], None]:
 _copy_request = _field_copier(Request.__slots__)
 _copy_account = _field_copier(Account.__slots__)
 _copy_ticket = _field_copier(Ticket.__slots__)
+_copy_run = _field_copier(Run.__slots__)
+_copy_throttle = _field_copier(Throttle.__slots__)
 _copy_rank = _field_copier(RankState.__slots__)
 _copy_window = _field_copier(("acked_fence", "acked_step", "newest_fence", "newest_step"))
 _copy_kv = _field_copier(KvManager.__slots__)
@@ -327,57 +330,73 @@ def clone(old: CoreState) -> CoreState:
     tokens."""
     new: CoreState = CoreState.__new__(CoreState)
     new.__dict__.update(old.__dict__)
-    copies: dict[Request, Request] = {}
-    for request in old.requests.values():
-        _clone_request(request, copies)
-    new.requests = {request_id: copies[request] for request_id, request in old.requests.items()}
+    copies = _Copies()
+    copies.ranks = {rank: RankState.__new__(RankState) for rank in old.ranks.values()}
+    new.requests = {request_id: copies.request(request) for request_id, request in old.requests.items()}
     new.ranks = {name: _clone_rank(rank, copies) for name, rank in old.ranks.items()}
     new.policy = make_policy(old.config)
     queue = new.queue = new.policy.queue
     for old_lane, new_lane in ((old.queue.waiting, queue.waiting), (old.queue.skipped, queue.skipped)):
         for request in old_lane:
-            new_lane.append(copies[request])
+            new_lane.append(copies.request(request))
     queue.num_prompt_tokens = old.queue.num_prompt_tokens
     if old.admission_stopped is not None:
         reason, request = old.admission_stopped
-        new.admission_stopped = (reason, _clone_request(request, copies))
-    for request in copies.values():
-        if request.rank is not None and old.ranks.get(request.rank.name) is request.rank:
-            request.rank = new.ranks[request.rank.name]
+        new.admission_stopped = (reason, copies.request(request))
     new.effects, new.unholdable_since, new.deadlines = [], {}, []
     return new
 
 
-def _clone_request(old: Request, copies: dict[Request, Request]) -> Request:
-    new = copies.get(old)
-    if new is None:
-        new = copies[old] = Request.__new__(Request)
-        _copy_request(old, new)
-        new.tokens, new.blocks = old.tokens[:], old.blocks[:]
-        new.account, new.ticket = Account.__new__(Account), Ticket.__new__(Ticket)
-        _copy_account(old.account, new.account)
-        _copy_ticket(old.ticket, new.ticket)
-    return new
+class _Copies:
+    """Each request, run and rank of a state once."""
+
+    def __init__(self) -> None:
+        self.ranks: dict[RunsOn, RankState] = {}
+        self._requests: dict[Request, Request] = {}
+        self._runs: dict[Run, Run] = {}
+
+    def request(self, old: Request) -> Request:
+        new = self._requests.get(old)
+        if new is None:
+            new = self._requests[old] = Request.__new__(Request)
+            _copy_request(old, new)
+            new.tokens = old.tokens[:]
+            new.account, new.ticket = Account.__new__(Account), Ticket.__new__(Ticket)
+            _copy_account(old.account, new.account)
+            _copy_ticket(old.ticket, new.ticket)
+            new.run = None if old.run is None else self.run(old.run)
+        return new
+
+    def run(self, old: Run) -> Run:
+        new = self._runs.get(old)
+        if new is None:
+            new = self._runs[old] = Run.__new__(Run)
+            _copy_run(old, new)
+            new.request = self.request(old.request)
+            new.blocks = old.blocks[:]
+            # Lost ranks do not change any more.
+            new.rank = self.ranks.get(old.rank, old.rank)
+        return new
 
 
-def _clone_rank(old: RankState, copies: dict[Request, Request]) -> RankState:
-    new: RankState = RankState.__new__(RankState)
+def _clone_rank(old: RankState, copies: _Copies) -> RankState:
+    new = copies.ranks[old]
     _copy_rank(old, new)
     new.free_rows, new.released_rows = old.free_rows[:], old.released_rows[:]
     new.finished_ids, new.preempted_ids = old.finished_ids[:], old.preempted_ids[:]
-    new.running = {copies[request]: None for request in old.running}
-    new.reserved_for = None if old.reserved_for is None else copies[old.reserved_for]
+    new.running = {copies.run(run): None for run in old.running}
+    new.throttle = Throttle.__new__(Throttle)
+    _copy_throttle(old.throttle, new.throttle)
+    new.reserved_for = None if old.reserved_for is None else copies.request(old.reserved_for)
     window = new.window = InflightWindow(old.window.depth)
     _copy_window(old.window, window)
     for r in old.window.records:
-        requests = [_clone_request(request, copies) for request in r.requests]
         window._records.append(
             StepRecord(
                 r.step_seq,
                 r.fence_seq,
-                requests,
+                [copies.run(run) for run in r.runs],
                 r.num_tokens,
-                r.runs,
                 r.expected,
                 r.num_sampling,
                 r.has_drafts,

@@ -18,7 +18,7 @@ from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.policies.base import SchedulingPolicy
 from scheduler_svc.core.policies.fcfs import FcfsPolicy
 from scheduler_svc.core.policies.priority import PriorityPolicy
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Run
 from scheduler_svc.core.state import CoreState
 from scheduler_svc.simulation.core_simulation import SimulationFailure, World, not_reached, play, simulate, world_digest
 
@@ -37,8 +37,8 @@ def test_random_worlds_break_no_rule_and_reach_what_they_must() -> None:
 def ignore_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     free = KvManager.free
 
-    def free_now(self: KvManager, request: Request, *, acked_fence: int, newest_fence: int, reason: str) -> None:
-        free(self, request, acked_fence=newest_fence, newest_fence=newest_fence, reason=reason)
+    def free_now(self: KvManager, run: Run, *, acked_fence: int, newest_fence: int, reason: str) -> None:
+        free(self, run, acked_fence=newest_fence, newest_fence=newest_fence, reason=reason)
 
     monkeypatch.setattr(KvManager, "free", free_now)
 
@@ -56,11 +56,11 @@ def apply_late_results(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget_hashes_of_the_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KvManager, "uncache_blocks", lambda self, request, num_cached: None)
+    monkeypatch.setattr(KvManager, "uncache_blocks", lambda self, run, num_cached: None)
 
 
 def preempt_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    def first(self: SchedulingPolicy, running: Iterable[Request]) -> Request:
+    def first(self: SchedulingPolicy, running: Iterable[Run]) -> Run:
         return next(iter(running))
 
     for policy in (FcfsPolicy, PriorityPolicy):
@@ -68,11 +68,11 @@ def preempt_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drop_tokens_of_earlier_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def drop(request: Request, run: int, row: list[int], expected: int, ends: list[object]) -> bool:
-        request.awaited -= expected
+    def drop(run: Run, row: list[int], expected: int, ends: list[object]) -> bool:
+        run.request.awaited -= expected
         return False
 
-    monkeypatch.setattr(settlement, "_append_stale", drop)
+    monkeypatch.setattr(settlement, "_append_late", drop)
 
 
 def never_wait_for_a_fence(monkeypatch: pytest.MonkeyPatch) -> None:

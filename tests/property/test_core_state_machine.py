@@ -206,7 +206,8 @@ class CoreMachine(RuleBasedStateMachine):
 
     def propose(self, name: str, which: int, right: list[bool]) -> None:
         """Drafts from outside, some of them right, for somebody whose results are in."""
-        running = [r for r in self.core.scheduler.state.ranks[name].running if not r.awaited]
+        requests = [run.request for run in self.core.scheduler.state.ranks[name].running]
+        running = [request for request in requests if not request.awaited]
         if running:
             client = self.core.clients[running[which % len(running)].request_id]
             drafts = [client.source.next_token() if is_right else 0 for is_right in right]

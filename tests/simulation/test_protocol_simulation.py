@@ -15,7 +15,7 @@ import pytest
 
 from scheduler_svc.codec import StepResult
 from scheduler_svc.core.kv.manager import KvManager
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Run
 from scheduler_svc.frontend.session_client import SessionClient
 from scheduler_svc.session import FrontEndSession
 from scheduler_svc.workers.actions import Action
@@ -81,8 +81,8 @@ def test_one_seed_is_one_history_in_every_process() -> None:
 def ignore_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     free = KvManager.free
 
-    def free_now(self: KvManager, request: Request, *, acked_fence: int, newest_fence: int, reason: str) -> None:
-        free(self, request, acked_fence=newest_fence, newest_fence=newest_fence, reason=reason)
+    def free_now(self: KvManager, run: Run, *, acked_fence: int, newest_fence: int, reason: str) -> None:
+        free(self, run, acked_fence=newest_fence, newest_fence=newest_fence, reason=reason)
 
     monkeypatch.setattr(KvManager, "free", free_now)
 

@@ -42,7 +42,7 @@ from scheduler_svc.core.events import (
 )
 from scheduler_svc.core.output import NewRow, SchedulerOutput
 from scheduler_svc.core.rank import RankState
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Request, Run
 from scheduler_svc.core.rules import Fence
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.simulation.emulation import ScriptedThrottle
@@ -409,11 +409,17 @@ class World:
     def request(self, request_id: str) -> Request:
         return self.scheduler.state.requests[request_id]
 
+    def run_of(self, request_id: str) -> Run:
+        """The latest run of a live request."""
+        run = self.request(request_id).run
+        assert run is not None
+        return run
+
     def rank(self, name: str = "r0") -> RankState:
         return self.scheduler.state.ranks[name]
 
     def running(self, name: str = "r0") -> list[str]:
-        return [request.request_id for request in self.rank(name).running]
+        return [run.request.request_id for run in self.rank(name).running]
 
     @property
     def waiting(self) -> list[str]:

@@ -13,7 +13,7 @@ from scheduler_svc.core.kv.deferred import ParkedFree, ParkedFrees
 from scheduler_svc.core.stats import PrefixStats
 
 if TYPE_CHECKING:
-    from scheduler_svc.core.request import Request
+    from scheduler_svc.core.request import Request, Run
 
 
 class KvManager:
@@ -64,35 +64,40 @@ class KvManager:
             )
         return hits
 
-    def cache_blocks(self, request: Request, num_tokens: int) -> None:
-        """Enter the request's full blocks below `num_tokens` in the index."""
-        first, full = request.num_cached, num_tokens // self.block_size
-        add, block_hash, blocks, tokens = self.pool.index.add, request.chain.block_hash, request.blocks, request.tokens
+    def cache_blocks(self, run: Run, num_tokens: int) -> None:
+        """Enter the run's full blocks below `num_tokens` in the index."""
+        first, full = run.num_cached, num_tokens // self.block_size
+        add, block_hash, blocks, tokens = (
+            self.pool.index.add,
+            run.request.chain.block_hash,
+            run.blocks,
+            run.request.tokens,
+        )
         for index in range(first, full):
             add(blocks[index], block_hash(index, tokens))
-        request.num_cached = full
-        request.cache_at = (full + 1) * self.block_size
+        run.num_cached = full
+        run.cache_at = (full + 1) * self.block_size
 
-    def uncache_blocks(self, request: Request, num_cached: int) -> None:
+    def uncache_blocks(self, run: Run, num_cached: int) -> None:
         """Take blocks beyond the first `num_cached` out of the index: no step computes them now. A block that another
         request has found meanwhile stays in the index, since that request relies on it."""
-        for block in request.blocks[num_cached : request.num_cached]:
+        for block in run.blocks[num_cached : run.num_cached]:
             if self.pool.refs[block] == 1:
                 self.pool.index.remove(block)
-        request.num_cached = num_cached
-        request.cache_at = (num_cached + 1) * self.block_size
+        run.num_cached = num_cached
+        run.cache_at = (num_cached + 1) * self.block_size
 
     # --- allocation -----------------------------------------------------------------------------------------------
 
-    def blocks_short(self, request: Request, num_slots: int) -> int:
-        """Blocks a running request still needs to hold `num_slots` tokens."""
-        return self.blocks_for(num_slots) - len(request.blocks)
+    def blocks_short(self, run: Run, num_slots: int) -> int:
+        """Blocks a run still needs to hold `num_slots` tokens."""
+        return self.blocks_for(num_slots) - len(run.blocks)
 
-    def grow(self, request: Request, count: int) -> list[int]:
+    def grow(self, run: Run, count: int) -> list[int]:
         """Append `count` new blocks; the caller has checked that they are free."""
         blocks = self.pool.take(count)
-        request.blocks += blocks
-        request.capacity = len(request.blocks) * self.block_size
+        run.blocks += blocks
+        run.capacity = len(run.blocks) * self.block_size
         return blocks
 
     def fits_admission(self, hits: list[int], *, whole: int | None, num_slots: int, others_run: bool) -> bool:
@@ -104,31 +109,31 @@ class KvManager:
             return False
         return max(0, self.blocks_for(num_slots) - len(hits)) <= room
 
-    def admit(self, request: Request, hits: list[int], num_slots: int) -> None:
+    def admit(self, run: Run, hits: list[int], num_slots: int) -> None:
         """Build the block table: the hits, then new blocks up to `num_slots`. fits_admission has said yes."""
         self.pool.touch(hits)
-        request.blocks = list(hits)
+        run.blocks = list(hits)
         if self.caching:
-            request.num_cached = len(hits)
-            request.cache_at = (len(hits) + 1) * self.block_size
-        self.grow(request, max(0, self.blocks_for(num_slots) - len(hits)))
+            run.num_cached = len(hits)
+            run.cache_at = (len(hits) + 1) * self.block_size
+        self.grow(run, max(0, self.blocks_for(num_slots) - len(hits)))
 
     # --- freeing --------------------------------------------------------------------------------------------------
 
-    def free(self, request: Request, *, acked_fence: int, newest_fence: int, reason: str) -> None:
-        """Empty the request's table. Its blocks become free now, or, while a step that holds the request is
-        unacknowledged, behind the newest step dispatched."""
-        blocks = request.blocks
+    def free(self, run: Run, *, acked_fence: int, newest_fence: int, reason: str) -> None:
+        """Empty the run's table. Its blocks become free now, or, while a step that holds the run is unacknowledged,
+        behind the newest step dispatched."""
+        blocks = run.blocks
         if blocks:
-            if self.deferring and request.last_fence > acked_fence:
+            if self.deferring and run.last_fence > acked_fence:
                 self.pool.park(blocks)
-                self.parked.park(ParkedFree(newest_fence, request.request_id, tuple(blocks), reason))
+                self.parked.park(ParkedFree(newest_fence, run.request.request_id, tuple(blocks), reason))
             else:
                 self.pool.release(blocks)
-        request.blocks = []
-        request.capacity = 0
-        request.num_cached = 0
-        request.cache_at = request.chain.first_cache_at
+        run.blocks = []
+        run.capacity = 0
+        run.num_cached = 0
+        run.cache_at = run.request.chain.first_cache_at
 
     def release_due(self, acked_fence: int) -> None:
         """Free what waited for fences up to `acked_fence`."""

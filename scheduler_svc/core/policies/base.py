@@ -8,7 +8,7 @@ from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.policies.queue import WaitingQueue
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.reasons import SkipReason
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Request, Run
 
 
 class SchedulingPolicy:
@@ -23,23 +23,23 @@ class SchedulingPolicy:
         # Victims that were preempted this often for want of blocks are spared while another exists; None: never.
         self.max_preemptions = max_preemptions
 
-    def running_order(self, rank: RankState) -> Sequence[Request]:
+    def running_order(self, rank: RankState) -> Sequence[Run]:
         """The running requests in the order in which a step serves them, as a list of its own: the pass over it may
         preempt. Here: the order of admission."""
         return list(rank.running)
 
-    def worst(self, running: Reversible[Request]) -> Request:
+    def worst(self, running: Reversible[Run]) -> Run:
         """Of these requests, in order of admission and at least one, the first to be preempted."""
         raise NotImplementedError
 
-    def victim(self, plan: StepPlan, needy: Request) -> Request:
+    def victim(self, plan: StepPlan, needy: Run) -> Run:
         """The request to preempt so that `needy` gets blocks; may be `needy` itself. A victim that was preempted
         max_preemptions times already is spared while another one exists, `needy` not counting as such (D11)."""
         most, running = self.max_preemptions, plan.rank.running
         victim = self.worst(running)
-        if most is None or victim.account.num_shortage_preemptions < most:
+        if most is None or victim.request.account.num_shortage_preemptions < most:
             return victim
-        others = [r for r in running if r.account.num_shortage_preemptions < most and r is not needy]
+        others = [r for r in running if r.request.account.num_shortage_preemptions < most and r is not needy]
         return self.worst(others) if others else victim
 
     def gate(self, plan: StepPlan, request: Request) -> SkipReason | None:

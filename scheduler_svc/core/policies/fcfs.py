@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Reversible
 
 from scheduler_svc.core.policies.base import SchedulingPolicy
 from scheduler_svc.core.policies.queue import WaitingQueue
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Request, Run
 
 
 class FcfsLane:
@@ -55,6 +55,6 @@ class FcfsPolicy(SchedulingPolicy):
     def __init__(self, max_preemptions: int | None) -> None:
         super().__init__(FcfsQueue(), max_preemptions)
 
-    def worst(self, running: Reversible[Request]) -> Request:
+    def worst(self, running: Reversible[Run]) -> Run:
         """See SchedulingPolicy."""
         return next(reversed(running))

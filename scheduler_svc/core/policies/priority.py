@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush
 
 from scheduler_svc.core.policies.base import SchedulingPolicy
 from scheduler_svc.core.policies.queue import WaitingQueue
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Request, Run
 
 # Lower is served first. The sequence makes entries distinct: requests are never compared.
 _Entry = tuple[int, float, str, int, Request]
@@ -76,10 +76,10 @@ class PriorityPolicy(SchedulingPolicy):
     def __init__(self, max_preemptions: int | None) -> None:
         super().__init__(PriorityQueue(), max_preemptions)
 
-    def worst(self, running: Reversible[Request]) -> Request:
+    def worst(self, running: Reversible[Run]) -> Run:
         """See SchedulingPolicy."""
         return max(running, key=_priority_key)
 
 
-def _priority_key(request: Request) -> tuple[int, float]:
-    return request.priority, request.arrival
+def _priority_key(run: Run) -> tuple[int, float]:
+    return run.request.priority, run.request.arrival

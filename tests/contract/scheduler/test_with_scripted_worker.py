@@ -179,7 +179,8 @@ async def test_a_draining_worker_stays_for_whom_it_preempted_when_nobody_is_left
 
         # Each of the preempted needs 8 of the 39.
         await until(lambda: scheduler.core.num_running == 3 and num_held() > 39 - 8)
-        running = {request.request_id for request in scheduler.core.state.requests.values() if request.row >= 0}
+        requests = scheduler.core.state.requests.values()
+        running = {r.request_id for r in requests if r.run is not None and not r.run.ended}
         for stream in streams:
             if stream.request_id in running:
                 client.cancel(stream)

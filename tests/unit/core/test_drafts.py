@@ -175,9 +175,9 @@ def test_accepted_and_rejected_drafts_move_the_counters() -> None:
     assert world.rows_of(output) == [("a", 4)] and output is not None
     assert list(output.draft_token_ids) == [right[1], right[2], 0]
     request = world.request("a")
-    assert (request.computed, request.awaited, request.awaited_drafts) == (11, 4, 3)
+    assert (request.computed, request.awaited, request.awaited_optional) == (11, 4, 3)
     world.ack()
-    assert (request.computed, request.awaited, request.awaited_drafts) == (10, 0, 0)
+    assert (request.computed, request.awaited, request.awaited_optional) == (10, 0, 0)
     assert world.clients[0].tokens == right
 
 
@@ -187,8 +187,8 @@ def test_an_empty_answer_counts_as_all_rejected_and_takes_back_what_was_cached()
     world.draft({"a": [1, 2, 3]})
     output = world.schedule()
     assert output is not None
-    request = world.request("a")
-    assert request.num_cached == 2
+    request, run = world.request("a"), world.run_of("a")
+    assert run.num_cached == 2
     world.answers["r0"].clear()
     row = world.workers["r0"].rows[output.rows[0]]
     row.tokens.pop()
@@ -196,9 +196,9 @@ def test_an_empty_answer_counts_as_all_rejected_and_takes_back_what_was_cached()
     row.computed = 7
     world.handle(StepAcked("r0", 1, output.step_seq, [], [0]))
     world.workers["r0"].acknowledged(output.step_seq)
-    assert (request.computed, request.num_cached, request.awaited) == (7, 1, 0)
+    assert (run.computed, run.num_cached, request.awaited) == (7, 1, 0)
     assert world.rows_of(world.step()) == [("a", 1)]
-    assert request.num_cached == 2
+    assert run.num_cached == 2
     world.run()
     world.check_texts()
 

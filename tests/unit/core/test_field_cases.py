@@ -272,7 +272,7 @@ def test_f19_blocks_are_free_two_steps_after_a_cancel(base: SchedulerConfig) -> 
     for _ in range(2):
         world.turn()
     assert world.running() == ["other"] and world.rank().kv.num_usable - world.free() < used
-    assert world.rank().kv.num_usable - world.free() == len(world.request("other").blocks)
+    assert world.rank().kv.num_usable - world.free() == len(world.run_of("other").blocks)
     world.run()
     assert len(other.tokens) == 12
 
@@ -283,7 +283,7 @@ def test_f21_admission_looks_at_the_whole_sequence(base: SchedulerConfig) -> Non
     world = World(config, num_blocks=45)
     for name in "abcd":
         world.submit(name, 144, 12)
-    while len(world.running()) < 4 or any(r.is_prefill_chunk for r in world.rank().running):
+    while len(world.running()) < 4 or any(run.is_prefill_chunk for run in world.rank().running):
         world.turn()
     late = world.submit("late", 144, 4)
     while not late.tokens:
@@ -403,8 +403,8 @@ def test_f30_a_late_token_is_delivered_once_and_recomputed(base: SchedulerConfig
     assert world.waiting == ["r2"] and r2.tokens == []
     before = world.scheduler.totals.num_computed_tokens
     world.ack()
-    request = world.request("r2")
-    assert r2.tokens == expected_tokens(r2.prompt, 1) and (request.settled, request.in_flight) == (0, 0)
+    run = world.run_of("r2")
+    assert r2.tokens == expected_tokens(r2.prompt, 1) and (run.settled, run.in_flight) == (0, 0)
     assert world.scheduler.totals.num_computed_tokens == before
     world.run()
     world.check_texts()
@@ -569,7 +569,7 @@ def test_f39_an_empty_answer_for_a_row_with_drafts_is_progress_next_time() -> No
     worker.computed = len(worker.tokens) - 1
     world.handle(StepAcked("r0", 1, output.step_seq, [], [0]))
     world.workers["r0"].acknowledged(output.step_seq)
-    assert (request.awaited, request.awaited_drafts, request.in_flight) == (0, 0, 0)
+    assert (request.awaited, request.awaited_optional, world.run_of("a").in_flight) == (0, 0, 0)
     assert request.computed == request.num_tokens - 1
     world.step()
     assert len(client.tokens) > before
@@ -604,7 +604,7 @@ def test_f39_a_block_that_somebody_found_stays_known_although_its_row_yielded_no
     world.submit("b", [*prompt, 2, 9], 5)
     output = world.schedule()
     assert output is not None and world.rows_of(output) == [("a", 2), ("b", 1)]
-    assert world.request("b").blocks[:2] == world.request("a").blocks[:2]
+    assert world.run_of("b").blocks[:2] == world.run_of("a").blocks[:2]
     world.scheduler.handle(StepAcked("r0", 1, output.step_seq, [2], [0, 1]))
     invariants.check(world.scheduler.state)
     assert world.request("a").computed == 7

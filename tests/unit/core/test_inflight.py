@@ -15,7 +15,7 @@ CONFIG = SchedulerConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=64
 
 
 def record(step_seq: int, fence_seq: int) -> StepRecord:
-    return StepRecord(step_seq, fence_seq, [], [], [], [], 0, False, [])
+    return StepRecord(step_seq, fence_seq, [], [], [], 0, False, [])
 
 
 def test_the_window_fills_drains_and_counts() -> None:
@@ -86,12 +86,13 @@ def test_in_flight_and_awaited_follow_the_rows() -> None:
     seen = []
     for _ in range(3):
         world.schedule()
-        seen.append((request.settled, request.in_flight, request.awaited))
+        run = world.run_of("a")
+        seen.append((run.settled, run.in_flight, request.awaited))
     assert seen == [(0, 4, 0), (0, 6, 1), (0, 7, 2)]
     after = []
     for _ in range(3):
         world.ack()
-        after.append((request.settled, request.in_flight, request.awaited, request.num_tokens))
+        after.append((run.settled, run.in_flight, request.awaited, request.num_tokens))
     assert after == [(4, 3, 2, 6), (6, 1, 1, 7), (7, 0, 0, 8)]
     world.run()
 

@@ -32,11 +32,11 @@ def _lose_a_free_block(world: World) -> None:
 
 
 def _reference_twice(world: World) -> None:
-    world.rank().kv.pool.refs[world.request("a").blocks[0]] += 1
+    world.rank().kv.pool.refs[world.run_of("a").blocks[0]] += 1
 
 
 def _share_a_row(world: World) -> None:
-    world.request("a").row = world.request("b").row
+    world.run_of("a").row = world.run_of("b").row
 
 
 def _lose_a_row(world: World) -> None:
@@ -56,11 +56,11 @@ def _count_a_decode_too_many(world: World) -> None:
 
 
 def _lose_tokens_in_flight(world: World) -> None:
-    world.request("a").in_flight -= 1
+    world.run_of("a").in_flight -= 1
 
 
 def _swap_blocks(world: World) -> None:
-    a, b = world.request("a"), world.request("b")
+    a, b = world.run_of("a"), world.run_of("b")
     a.blocks[0], b.blocks[0] = b.blocks[0], a.blocks[0]
 
 

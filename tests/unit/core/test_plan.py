@@ -22,22 +22,22 @@ def running_world(*lengths: int, num_blocks: int = 30) -> World:
 
 def test_withdraw_gives_back_tokens_drafts_blocks_entry_and_hashes() -> None:
     world = running_world(8, 6)
-    a, b = world.request("a"), world.request("b")
+    a, b = world.run_of("a"), world.run_of("b")
     plan = StepPlan(world.rank(), 10)
     cached = b.num_cached
-    for request in (a, b):
-        plan.requests.append(request)
+    for run in (a, b):
+        plan.runs.append(run)
         plan.num_tokens.append(3)
-        plan.drafts[request] = [1, 2]
-        plan.grow(request, 1)
+        plan.drafts[run] = [1, 2]
+        plan.grow(run, 1)
         plan.tokens_left -= 3
-    b.tokens.extend([1, 2, 3])
-    b.num_tokens += 3
+    b.request.tokens.extend([1, 2, 3])
+    b.request.num_tokens += 3
     index_before = len(world.rank().kv.pool.index)
     plan.cache(b, 8)
     assert b.num_cached == cached + 1 and len(world.rank().kv.pool.index) == index_before + 1
     plan.withdraw(b)
-    assert (plan.tokens_left, plan.requests, plan.num_tokens) == (7, [a], [3])
+    assert (plan.tokens_left, plan.runs, plan.num_tokens) == (7, [a], [3])
     assert list(plan.drafts) == [a] and list(plan.grown) == [a]
     assert b.num_cached == cached and b.cache_at == 8
     assert len(world.rank().kv.pool.index) == index_before
@@ -46,11 +46,11 @@ def test_withdraw_gives_back_tokens_drafts_blocks_entry_and_hashes() -> None:
 def test_withdraw_of_one_without_a_row_changes_no_budget() -> None:
     world = running_world(8, 6, 5)
     plan = StepPlan(world.rank(), 10)
-    plan.requests.append(world.request("a"))
+    plan.runs.append(world.run_of("a"))
     plan.num_tokens.append(4)
     plan.tokens_left = 6
-    plan.withdraw(world.request("c"))
-    assert (plan.tokens_left, len(plan.requests)) == (6, 1)
+    plan.withdraw(world.run_of("c"))
+    assert (plan.tokens_left, len(plan.runs)) == (6, 1)
 
 
 def test_withdraw_gives_back_claims_on_returning_blocks() -> None:
@@ -61,22 +61,22 @@ def test_withdraw_gives_back_claims_on_returning_blocks() -> None:
     pool.park(parked)
     plan = StepPlan(world.rank(), 10)
     free = pool.num_free
-    plan.wait_for_fence(world.request("a"), free + 1)
+    plan.wait_for_fence(world.run_of("a"), free + 1)
     assert (plan.num_free_blocks, plan.num_returning_blocks, plan.awaits_fence) == (0, 1, True)
-    plan.wait_for_fence(world.request("b"), 1)
+    plan.wait_for_fence(world.run_of("b"), 1)
     assert (plan.num_free_blocks, plan.num_returning_blocks) == (0, 0)
-    plan.withdraw(world.request("a"))
+    plan.withdraw(world.run_of("a"))
     assert (plan.num_free_blocks, plan.num_returning_blocks, plan.awaits_fence) == (free, 1, True)
-    plan.withdraw(world.request("b"))
+    plan.withdraw(world.run_of("b"))
     assert (plan.num_free_blocks, plan.num_returning_blocks, plan.awaits_fence) == (free, 2, False)
 
 
 def test_caching_twice_in_a_step_is_taken_back_to_the_start() -> None:
     world = running_world(2)
-    a = world.request("a")
+    a = world.run_of("a")
     a.blocks += world.rank().kv.pool.take(2)
-    a.tokens.extend(range(9))
-    a.num_tokens += 9
+    a.request.tokens.extend(range(9))
+    a.request.num_tokens += 9
     plan = StepPlan(world.rank(), 10)
     plan.cache(a, 4)
     plan.cache(a, 9)

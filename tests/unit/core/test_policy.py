@@ -10,7 +10,7 @@ from scheduler_svc.core.policies import make_policy
 from scheduler_svc.core.policies.fcfs import FcfsPolicy
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.reasons import SkipReason
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Request, Run
 from tests.support.core_harness import World
 from tests.unit.core.test_queues import request
 
@@ -27,9 +27,9 @@ def running(*entries: tuple[str, int, float, int]) -> list[Request]:
 
 def victim(requests: list[Request], needy: int, policy: Policy, cap: int | None) -> str:
     config = SchedulerConfig(policy=policy, max_preemptions=cap)
-    plan = StepPlan(RankState("r", 1, 8, 100, config, deferring=True), 0)
-    plan.rank.running = dict.fromkeys(requests)
-    return make_policy(config).victim(plan, requests[needy]).request_id
+    rank = RankState("r", 1, 8, 100, config, deferring=True)
+    runs = [rank.admit(request, 0.0) for request in requests]
+    return make_policy(config).victim(StepPlan(rank, 0), runs[needy]).request.request_id
 
 
 def test_fcfs_takes_the_last_admitted() -> None:
@@ -86,7 +86,7 @@ class Recording(FcfsPolicy):
         self.kept_out = ""
         self.heard: list[str] = []
 
-    def running_order(self, rank: RankState) -> list[Request]:
+    def running_order(self, rank: RankState) -> list[Run]:
         return list(reversed(rank.running))
 
     def gate(self, plan: StepPlan, request: Request) -> SkipReason | None:
@@ -178,7 +178,7 @@ def test_shared_blocks_are_no_gain() -> None:
     world.submit("a", prompt, 9)
     world.submit("b", [*prompt, 50], 3)
     world.step()
-    assert world.request("b").blocks[:2] == world.request("a").blocks[:2]
+    assert world.run_of("b").blocks[:2] == world.run_of("a").blocks[:2]
     world.reset(preempt_running=True)
     # b leaves first, a after it: then nothing is shared any more.
     assert [(p.victim, p.num_blocks_gained) for p in world.preemptions] == [("b", 1), ("a", 2)]

@@ -82,7 +82,7 @@ def test_only_steps_that_left_a_prompt_out_count_as_deferring() -> None:
     assert totals.num_deferring_steps == 0, "nobody was there to be left out"
     world.submit("prefill", 4, 4)
     num_steps = 0
-    while world.request("prefill").rank is None:
+    while world.request("prefill").run is None:
         world.step()
         num_steps += 1
     assert totals.num_deferring_steps == totals.skips[reasons.PREFILL_DEFERRED] == num_steps - 1 > 0

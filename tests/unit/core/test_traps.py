@@ -391,7 +391,7 @@ def test_trap_25_the_token_of_a_preempted_request_is_kept() -> None:
     w = preempted_with_a_token_in_flight(PLAIN)
     w.ack()
     b = w.request("b")
-    assert (b.num_tokens, b.status, b.settled, b.awaited) == (9, Status.PREEMPTED, 0, 0)
+    assert (b.num_tokens, b.status, b.computed, b.awaited) == (9, Status.PREEMPTED, 0, 0)
     w.run()
     w.check_texts()
 
@@ -454,9 +454,9 @@ def test_trap_28_only_verified_tokens_are_cached() -> None:
     w.step()
     w.draft({"a": [5, 6]})
     w.step()
-    assert w.request("a").computed == 7 and w.request("a").num_cached == 1
+    assert w.request("a").computed == 7 and w.run_of("a").num_cached == 1
     w.step()
-    assert w.request("a").num_cached == 2
+    assert w.run_of("a").num_cached == 2
     w.run()
     w.check_texts()
 

@@ -89,9 +89,9 @@ def test_look_ahead_slots_are_allocated_with_every_row() -> None:
     world = World(replace(REFERENCE, num_lookahead_slots=3), num_blocks=9)
     world.submit("a", 5, 9)
     world.step()
-    assert len(world.request("a").blocks) == 2
+    assert len(world.run_of("a").blocks) == 2
     world.step()
-    assert len(world.request("a").blocks) == 3, "6 computed and 3 ahead"
+    assert len(world.run_of("a").blocks) == 3, "6 computed and 3 ahead"
 
 
 @pytest.mark.parametrize("length, admitted", [(64, True), (11, True), (10, False)])
@@ -174,18 +174,19 @@ def test_a_request_resumed_with_a_sample_awaited_does_not_sample_again() -> None
     assert second is not None and list(second.num_tokens) == [1, 1]
     # a's last row is in flight; give b a reason to leave and come back at once.
     b = scheduler.state.requests["b"]
-    lifecycle.preempt(scheduler.state, scheduler.state.ranks["r0"], b, beneficiary="", cause="blocks")
+    assert b.run is not None
+    lifecycle.preempt(scheduler.state, scheduler.state.ranks["r0"], b.run, beneficiary="", cause="blocks")
     scheduler.state.queue.prepend(b)
     third = scheduler.schedule("r0")
     assert third is not None and list(third.num_tokens) == [8]
-    assert b.is_prefill_chunk and scheduler.state.ranks["r0"].window.records[-1].expected == [0]
+    assert b.run.is_prefill_chunk and scheduler.state.ranks["r0"].window.records[-1].expected == [0]
     assert (b.awaited, b.computed) == (2, 8)
     scheduler.handle(StepAcked("r0", 1, 1, [7, 8]))
     assert (b.num_tokens, b.awaited, b.computed) == (9, 1, 8)
     scheduler.handle(StepAcked("r0", 1, 2, [7, 8]))
-    assert (b.num_tokens, b.awaited, b.settled, b.in_flight) == (10, 0, 0, 8)
+    assert (b.num_tokens, b.awaited, b.run.settled, b.run.in_flight) == (10, 0, 0, 8)
     scheduler.handle(StepAcked("r0", 1, 3, []))
-    assert (b.settled, b.in_flight) == (8, 0)
+    assert (b.run.settled, b.run.in_flight) == (8, 0)
 
 
 def test_drafts_of_an_earlier_run_do_not_move_the_counters_of_this_one() -> None:
@@ -198,13 +199,14 @@ def test_drafts_of_an_earlier_run_do_not_move_the_counters_of_this_one() -> None
     scheduler.handle(DraftsProposed("r0", {"b": [1, 2, 3]}))
     scheduler.schedule("r0")
     b = scheduler.state.requests["b"]
-    assert (b.computed, b.awaited, b.awaited_drafts) == (10, 4, 3)
-    lifecycle.preempt(scheduler.state, scheduler.state.ranks["r0"], b, beneficiary="", cause="blocks")
+    assert (b.computed, b.awaited, b.awaited_optional) == (10, 4, 3)
+    assert b.run is not None
+    lifecycle.preempt(scheduler.state, scheduler.state.ranks["r0"], b.run, beneficiary="", cause="blocks")
     scheduler.state.queue.prepend(b)
     scheduler.schedule("r0")
     assert (b.computed, b.awaited) == (7, 4)
     scheduler.handle(StepAcked("r0", 1, 2, [8, 9], [2]))
-    assert (b.num_tokens, b.computed, b.awaited, b.awaited_drafts) == (9, 7, 0, 0)
+    assert (b.num_tokens, b.computed, b.awaited, b.awaited_optional) == (9, 7, 0, 0)
 
 
 # --- ends ---------------------------------------------------------------------------------------------------------
