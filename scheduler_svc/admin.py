@@ -3,12 +3,22 @@ the loop like everything else."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
+from scheduler_svc.core.config import Policy
 from scheduler_svc.service import SchedulerService
 from scheduler_svc.workers.client import RankClient
+from scheduler_svc.workers.session import RankState
 from stepfence.v1 import admin_service_pb2 as pb
 from stepfence.v1 import admin_service_pb2_grpc
+
+_POLICIES: Final = {Policy.FCFS: pb.SCHEDULING_POLICY_FCFS, Policy.PRIORITY: pb.SCHEDULING_POLICY_PRIORITY}
+_RANK_STATES: Final = {
+    RankState.CONNECTING: pb.RANK_STATE_CONNECTING,
+    RankState.UP: pb.RANK_STATE_UP,
+    RankState.DRAINING: pb.RANK_STATE_DRAINING,
+    RankState.LOST: pb.RANK_STATE_LOST,
+}
 
 
 class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
@@ -25,7 +35,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
         return pb.GetStatusResponse(
             scheduler_incarnation=service.incarnation,
             version=self._version,
-            policy=service.config.policy.value,
+            policy=_POLICIES[service.config.policy],
             ready=service.is_ready,
             not_ready_cause=service.not_ready_cause(),
             draining=service.is_draining,
@@ -48,7 +58,8 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
     def _rank_status(self, client: RankClient) -> pb.RankStatus:
         status = pb.RankStatus(
             rank=client.rank,
-            state=client.state.value,
+            state=_RANK_STATES[client.state],
+            features=[int(feature) for feature in sorted(client.features)],  # type: ignore[misc]
             cause=client.cause,
             epoch=client.epoch,
             num_rows_held=client.num_rows_held,

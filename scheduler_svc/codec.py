@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Final
 
 import numpy as np
@@ -20,18 +21,21 @@ from google.protobuf.message import Message as ProtoMessage
 from scheduler_svc.core.events import AbortCause, EndReason, RequestEnded, WorkerProtocolError
 from scheduler_svc.core.output import DeferredFree, NewRow, SchedulerOutput
 from scheduler_svc.core.stats import Usage
-from scheduler_svc.errors import Failure, SessionProtocolError
+from scheduler_svc.errors import Failure, SessionProtocolError, SessionRefused
 from scheduler_svc.errors import failure as ended_failure
 from stepfence.v1 import (
-    generation_service_pb2,
     model_pb2,
     sampling_pb2,
     session_service_pb2,
     step_pb2,
+    usage_pb2,
     worker_service_pb2,
 )
 
-PROTOCOL_REVISION: Final = 1
+# Revision of the protos that is spoken here, and the first that was released. Peers whose revisions differ by one work
+# together.
+PROTOCOL_REVISION: Final = 2
+_FIRST_PROTOCOL_REVISION: Final = 2
 MAX_ID_BYTES: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 128
 # Submits, cancels and ends of text in one frame of a front end, of each kind.
@@ -86,6 +90,21 @@ class ModelFacts:
         )
 
 
+class WorkerFeature(IntEnum):
+    """What workers may have beyond the messages of their revision; the numbers of the proto's enum."""
+
+    DRAFTS = worker_service_pb2.WORKER_FEATURE_DRAFTS
+    SAMPLED_DRAFTS = worker_service_pb2.WORKER_FEATURE_SAMPLED_DRAFTS
+
+
+_KNOWN_FEATURES: Final = frozenset(map(int, WorkerFeature))
+
+
+def works_with(revision: int) -> bool:
+    """Whether a peer that speaks this revision of the protos can be worked with."""
+    return max(_FIRST_PROTOCOL_REVISION, PROTOCOL_REVISION - 1) <= revision <= PROTOCOL_REVISION + 1
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerCapabilities:
     """What a worker can do; sizes in rows, tokens and bytes."""
@@ -98,7 +117,8 @@ class WorkerCapabilities:
     max_num_batched_tokens: int
     max_message_bytes: int
     max_num_drafts: int
-    verifies_sampled_drafts: bool
+    # Those that are known here.
+    features: frozenset[WorkerFeature]
     description: str
     # Its host name; "" when it gave none, or one that is not printable or too long.
     host: str = ""
@@ -130,7 +150,15 @@ class WorkerDraining:
     deadline_s: float
 
 
-WorkerFrame = Opened | StepResult | WorkerDraining
+@dataclass(frozen=True, slots=True)
+class WorkerProgress:
+    """What a worker has finished between results."""
+
+    epoch: int
+    progress_seq: int
+
+
+WorkerFrame = Opened | StepResult | WorkerDraining | WorkerProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +189,7 @@ def decode_capabilities(data: bytes) -> WorkerCapabilities:
         max_num_batched_tokens=message.max_num_batched_tokens,
         max_message_bytes=message.max_message_bytes,
         max_num_drafts=message.max_num_drafts,
-        verifies_sampled_drafts=message.verifies_sampled_drafts,
+        features=frozenset(map(WorkerFeature, _KNOWN_FEATURES & set(message.features))),
         description=" ".join(part for part in (message.runner, message.device, message.dtype) if part),
         host=_host(message.host),
     )
@@ -182,7 +210,9 @@ def decode_worker_frame(data: bytes) -> WorkerFrame:
         opened = message.opened
         return Opened(opened.worker_incarnation, opened.num_blocks, opened.executed_step_seq)
     if kind == "draining":
-        return WorkerDraining(message.draining.deadline_s)
+        return WorkerDraining(message.draining.deadline.ToNanoseconds() * 1e-9)
+    if kind == "progress":
+        return WorkerProgress(message.progress.epoch, message.progress.progress_seq)
     raise WorkerProtocolError("a frame without content")
 
 
@@ -234,8 +264,9 @@ def encode_open(
     max_num_batched_tokens: int,
     max_model_len: int,
     max_inflight_steps: int,
+    required_features: Iterable[WorkerFeature] = (),
 ) -> bytes:
-    """The first frame of a stream."""
+    """The first frame of a stream. required_features: what the steps of the epoch may use."""
     opening = worker_service_pb2.Open(
         scheduler_incarnation=scheduler_incarnation,
         epoch=epoch,
@@ -245,6 +276,7 @@ def encode_open(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         max_inflight_steps=max_inflight_steps,
+        required_features=[int(feature) for feature in sorted(required_features)],  # type: ignore[misc]
     )
     return worker_service_pb2.RunStepsRequest(open=opening).SerializeToString()
 
@@ -261,7 +293,14 @@ def columns_bytes(num_rows: int, max_num_batched_tokens: int) -> int:
     return num_rows * (MAX_ID_BYTES + 8) + 8 * max_num_batched_tokens + 16 * num_rows + 1024
 
 
-def encode_step(output: SchedulerOutput, step_seq: int, processed_step_seq: int, max_bytes: int) -> list[bytes]:
+def encode_step(
+    output: SchedulerOutput,
+    step_seq: int,
+    processed_step_seq: int,
+    max_bytes: int,
+    *,
+    processed_progress_seq: int = 0,
+) -> list[bytes]:
     """The frames that carry one step, at most max_bytes each; nearly always one.
 
     What does not fit goes ahead in steps without tokens, which drop and add as any other: the frames are numbered from
@@ -276,6 +315,7 @@ def encode_step(output: SchedulerOutput, step_seq: int, processed_step_seq: int,
         step.epoch = output.epoch
         step.step_seq = step_seq + index
         step.processed_step_seq = processed_step_seq
+        step.processed_progress_seq = processed_progress_seq
         for row in group:
             _add_row(step, row)
         if index == 0:
@@ -375,6 +415,8 @@ class Submission:
     priority: int
     cache_salt: str
     timeout_s: float | None
+    # It was begun on another stream; this scheduler does not go on with such requests (SESSION_FEATURE_RESUBMIT).
+    has_outputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,11 +446,25 @@ class TextEnd:
     num_tokens: int
 
 
+class SessionFeature(IntEnum):
+    """What a scheduler may have beyond the messages of its revision; the numbers of the proto's enum."""
+
+    PRIORITY = session_service_pb2.SESSION_FEATURE_PRIORITY
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """How a front end begins. required_features: numbers, known here or not."""
+
+    front_end_id: str
+    required_features: frozenset[int]
+
+
 @dataclass(frozen=True, slots=True)
 class SessionFrame:
     """One frame of a front end."""
 
-    hello: str | None
+    hello: Hello | None
     submissions: tuple[Submission, ...]
     cancellations: tuple[Cancellation, ...]
     text_ends: tuple[TextEnd, ...]
@@ -444,14 +500,27 @@ def decode_session_frame(message: session_service_pb2.AttachRequest) -> SessionF
     )
 
 
-def _hello(message: session_service_pb2.Hello) -> str:
-    if message.protocol_revision != PROTOCOL_REVISION:
-        raise SessionProtocolError(
-            f"hello: protocol revision {message.protocol_revision}, this scheduler speaks {PROTOCOL_REVISION}"
+def _hello(message: session_service_pb2.Hello) -> Hello:
+    if not works_with(message.protocol_revision):
+        raise SessionRefused(
+            "PROTOCOL_REVISION",
+            f"the front end speaks protocol revision {message.protocol_revision}, this scheduler revision "
+            f"{PROTOCOL_REVISION}: bring both to releases whose revisions differ by one at most",
         )
     if len(message.front_end_id.encode()) > MAX_ID_BYTES:
         raise SessionProtocolError(f"hello: front_end_id is longer than {MAX_ID_BYTES} bytes")
-    return message.front_end_id
+    return Hello(message.front_end_id, frozenset(message.required_features))
+
+
+def check_session_features(hello: Hello, features: Iterable[SessionFeature]) -> None:
+    """Raises SessionRefused when a front end needs what this scheduler does not have, or does not know."""
+    missing = sorted(hello.required_features - set(map(int, features)))
+    if missing:
+        known = session_service_pb2.SessionFeature.DESCRIPTOR.values_by_number
+        names = ", ".join(known[number].name if number in known else f"feature {number}" for number in missing)
+        raise SessionRefused(
+            "FEATURE_NOT_SUPPORTED", f"the front end needs {names}, which this scheduler does not have"
+        )
 
 
 def _handle(value: int, where: str) -> int:
@@ -492,6 +561,7 @@ def _submission(message: session_service_pb2.Submit) -> Submission:
         priority=message.priority,
         cache_salt=message.cache_salt,
         timeout_s=timeout_s,
+        has_outputs=bool(message.output_token_ids),
     )
 
 
@@ -565,10 +635,14 @@ def _token_problem(submission: Submission, vocab_size: int | None) -> tuple[str,
 # --- front end: down ------------------------------------------------------------------------------------------------
 
 
-def attached_frame(scheduler_incarnation: int, policy: str) -> session_service_pb2.AttachResponse:
+def attached_frame(
+    scheduler_incarnation: int, features: Iterable[SessionFeature]
+) -> session_service_pb2.AttachResponse:
     """The first frame down."""
     attached = session_service_pb2.Attached(
-        scheduler_incarnation=scheduler_incarnation, protocol_revision=PROTOCOL_REVISION, policy=policy
+        scheduler_incarnation=scheduler_incarnation,
+        protocol_revision=PROTOCOL_REVISION,
+        features=[int(feature) for feature in features],  # type: ignore[misc]
     )
     return session_service_pb2.AttachResponse(attached=attached)
 
@@ -587,9 +661,7 @@ def add_ended(frame: session_service_pb2.AttachResponse, handle: int, effect: Re
         ended.failure.CopyFrom(encode_failure(problem))
         return
     ended.ok.reason = (
-        generation_service_pb2.FINISH_REASON_STOP
-        if effect.reason is EndReason.STOP
-        else generation_service_pb2.FINISH_REASON_LENGTH
+        usage_pb2.FINISH_REASON_STOP if effect.reason is EndReason.STOP else usage_pb2.FINISH_REASON_LENGTH
     )
     if effect.stop_token_id is not None:
         ended.ok.stop_token_id = effect.stop_token_id
@@ -606,9 +678,9 @@ def set_tokens(
         columns.counts = pack(array("i", counts))
 
 
-def encode_usage(usage: Usage) -> generation_service_pb2.Usage:
+def encode_usage(usage: Usage) -> usage_pb2.Usage:
     """Usage as clients read it."""
-    message = generation_service_pb2.Usage(
+    message = usage_pb2.Usage(
         num_prompt_tokens=usage.num_prompt_tokens,
         num_completion_tokens=usage.num_completion_tokens,
         num_cached_tokens=usage.num_cached_tokens,

@@ -2,6 +2,7 @@
 
     ShellError
     ├── SessionProtocolError    a front end broke the rules of its stream: the stream ends INVALID_ARGUMENT
+    ├── SessionRefused          a front end of another revision, or that needs what is not here: FAILED_PRECONDITION
     ├── LinkLost                the transport to a worker failed; says nothing about the worker
     │   └── LinkRefused         nobody listens at the worker's address
     ├── LinkRejected            the worker itself ended the stream with a reason (contract rule 3): the epoch is over
@@ -27,6 +28,15 @@ class ShellError(Exception):
 
 class SessionProtocolError(ShellError):
     """A frame that breaks the rules of SessionService.Attach; the text says which."""
+
+
+class SessionRefused(ShellError):
+    """A front end that this scheduler cannot serve: the stream ends FAILED_PRECONDITION with the reason."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        """reason: UPPER_SNAKE, of the ErrorInfo."""
+        super().__init__(message)
+        self.reason = reason
 
 
 class LinkLost(ShellError):
@@ -61,6 +71,7 @@ class Code(IntEnum):
     NOT_FOUND = 5
     ALREADY_EXISTS = 6
     RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
     INTERNAL = 13
     UNAVAILABLE = 14
 
@@ -125,6 +136,11 @@ def failure(effect: RequestEnded) -> Failure | None:
 
 NO_WORKER: Final = Failure(Code.UNAVAILABLE, RefusalReason.NO_WORKER.value, "no worker has joined yet; try again later")
 NO_TOKENIZER: Final = Failure(Code.NOT_FOUND, "NO_TOKENIZER", "the served model has no tokenizer; send token ids")
+NO_RESUBMIT: Final = Failure(
+    Code.INVALID_ARGUMENT,
+    "FEATURE_NOT_SUPPORTED",
+    "output_token_ids needs SESSION_FEATURE_RESUBMIT, which this scheduler does not have",
+)
 SHUT_DOWN: Final = Failure(Code.UNAVAILABLE, RefusalReason.DRAINING.value, "the scheduler is shutting down")
 SLOW_FRONT_END: Final = Failure(
     Code.RESOURCE_EXHAUSTED, "SLOW_READER", "this front end reads its stream too slowly; its requests were aborted"

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, assert_never
 
+from scheduler_svc.codec import SessionFeature
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.events import (
     AbortCause,
@@ -111,7 +112,7 @@ class SchedulerService:
             self.model,
             self._metrics,
             scheduler_incarnation=self.incarnation,
-            policy=config.policy.value,
+            features=frozenset((SessionFeature.PRIORITY,) if self.core.accepts_priority else ()),
             max_outgoing_bytes=options.max_outgoing_bytes,
             silence_s=options.front_end_silence_s,
         )

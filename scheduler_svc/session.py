@@ -15,7 +15,7 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError
 
 from scheduler_svc import codec, errors
-from scheduler_svc.codec import Cancellation, ModelFacts, SessionFrame, Submission, TextEnd
+from scheduler_svc.codec import Cancellation, Hello, ModelFacts, SessionFeature, SessionFrame, Submission, TextEnd
 from scheduler_svc.core.events import (
     AbortCause,
     Event,
@@ -28,7 +28,7 @@ from scheduler_svc.core.events import (
     TextEnded,
     TokensProduced,
 )
-from scheduler_svc.errors import Code, Failure, SessionProtocolError
+from scheduler_svc.errors import Code, Failure, SessionProtocolError, SessionRefused
 from scheduler_svc.facts import MetricsSink
 from scheduler_svc.loop import SchedulerLoop
 from scheduler_svc.rpc.status import abort
@@ -97,18 +97,19 @@ class FrontEndSession:
         for text_end in frame.text_ends:
             await self._hub.loop.put(_later(self._end_text, text_end))
 
-    def _attach(self, front_end_id: str) -> None:
+    def _attach(self, hello: Hello) -> None:
         if self._is_attached:
             raise SessionProtocolError("hello a second time")
-        self.front_end_id = front_end_id
+        codec.check_session_features(hello, self._hub.features)
+        self.front_end_id = hello.front_end_id
         self._is_attached = True
-        self._push(codec.attached_frame(self._hub.scheduler_incarnation, self._hub.policy))
+        self._push(codec.attached_frame(self._hub.scheduler_incarnation, self._hub.features))
         self.readiness_changed(*self._hub.readiness)
         if self._hub.model.facts is not None:
             self.model_changed(self._hub.model.facts)
         if self._hub.is_draining:
             self.draining()
-        log.info("front end attached", extra={"front_end": front_end_id})
+        log.info("front end attached", extra={"front_end": hello.front_end_id})
 
     # The next four run within a turn of the loop: what they see is what the core knows.
 
@@ -116,6 +117,9 @@ class FrontEndSession:
         if self._is_gone:
             return
         handle = submission.handle
+        if submission.has_outputs:
+            self._refuse_at_the_door(handle, errors.NO_RESUBMIT)
+            return
         problem = codec.parameter_problem(submission, self._hub.vocab_size)
         if problem is not None:
             name, message = problem
@@ -294,7 +298,7 @@ class SessionHub:
         metrics: MetricsSink,
         *,
         scheduler_incarnation: int,
-        policy: str,
+        features: frozenset[SessionFeature],
         max_outgoing_bytes: int = 16 << 20,
         silence_s: float = 10.0,
     ) -> None:
@@ -302,7 +306,8 @@ class SessionHub:
         self.model = model
         self.metrics = metrics
         self.scheduler_incarnation = scheduler_incarnation
-        self.policy = policy
+        # What front ends may count on.
+        self.features = features
         self.silence_s = silence_s
         self.is_draining = False
         # Whether a worker is up, and why not.
@@ -471,6 +476,9 @@ class SessionServicer(session_service_pb2_grpc.SessionServiceServicer):
         if isinstance(error, SessionProtocolError):
             log.warning("front end broke the protocol", extra={"front_end": session.front_end_id, "cause": str(error)})
             return Failure(Code.INVALID_ARGUMENT, "PROTOCOL_VIOLATION", str(error))
+        if isinstance(error, SessionRefused):
+            log.warning("front end refused", extra={"front_end": session.front_end_id, "cause": str(error)})
+            return Failure(Code.FAILED_PRECONDITION, error.reason, str(error))
         if isinstance(error, DecodeError):
             log.warning("front end broke the protocol", extra={"front_end": session.front_end_id, "cause": str(error)})
             return Failure(Code.INVALID_ARGUMENT, "PROTOCOL_VIOLATION", f"a frame cannot be taken: {error}")

@@ -12,10 +12,12 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 import numpy as np
+from google.protobuf import duration_pb2
 
 from stepfence.v1 import model_pb2, sampling_pb2, step_pb2, worker_service_pb2
-from worker_svc.errors import MalformedOpen, MalformedStep
+from worker_svc.errors import MalformedOpen, MalformedStep, OpenRefused
 from worker_svc.limits import (
+    FIRST_PROTOCOL_REVISION,
     MAX_DROPPED_IDS,
     MAX_HOST_CHARS,
     MAX_INFLIGHT_STEPS,
@@ -47,9 +49,12 @@ TokenizerFiles = tuple[tuple[str, bytes], ...]
 
 def decode_open(message: worker_service_pb2.Open) -> tuple[int, int, Geometry]:
     """(scheduler incarnation, epoch, geometry). Raises MalformedOpen for what no worker could accept."""
-    if not 1 <= message.protocol_revision <= PROTOCOL_REVISION:
+    oldest = max(FIRST_PROTOCOL_REVISION, PROTOCOL_REVISION - 1)
+    if not oldest <= message.protocol_revision <= PROTOCOL_REVISION + 1:
         raise MalformedOpen(
-            "PROTOCOL_REVISION", f"revision {message.protocol_revision}; known here: 1 to {PROTOCOL_REVISION}"
+            "PROTOCOL_REVISION",
+            f"the scheduler speaks protocol revision {message.protocol_revision}, this worker revision "
+            f"{PROTOCOL_REVISION}: bring both to releases whose revisions differ by one at most",
         )
     if message.epoch < 1:
         raise MalformedOpen("MALFORMED_OPEN", "epoch must be at least 1")
@@ -209,6 +214,36 @@ def _column_bytes(column: Int32Column) -> bytes:
     return column.astype(_LITTLE_ENDIAN_INT32, copy=False).tobytes()
 
 
+def check_features(message: worker_service_pb2.Open, capabilities: RunnerCapabilities) -> None:
+    """Raises OpenRefused when the steps of an epoch would need what this worker does not have, or does not know."""
+    missing = [number for number in message.required_features if number not in _features(capabilities)]
+    if missing:
+        names = ", ".join(map(_feature_name, missing))
+        raise OpenRefused("FEATURE_NOT_SUPPORTED", f"the scheduler needs {names}, which this worker does not have")
+
+
+def _features(capabilities: RunnerCapabilities) -> list[worker_service_pb2.WorkerFeature.ValueType]:
+    features: list[worker_service_pb2.WorkerFeature.ValueType] = []
+    if capabilities.max_num_drafts:
+        features.append(worker_service_pb2.WORKER_FEATURE_DRAFTS)
+        if capabilities.verifies_sampled_drafts:
+            features.append(worker_service_pb2.WORKER_FEATURE_SAMPLED_DRAFTS)
+    return features
+
+
+def _feature_name(number: int) -> str:
+    try:
+        return worker_service_pb2.WorkerFeature.Name(number)  # type: ignore[arg-type]
+    except ValueError:
+        return f"feature {number}"
+
+
+def _duration(seconds: float) -> duration_pb2.Duration:
+    duration = duration_pb2.Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration
+
+
 # --- the rest ---------------------------------------------------------------------------------------------------------
 
 
@@ -223,7 +258,7 @@ def encode_opened(
 
 
 def encode_draining(deadline_s: float) -> worker_service_pb2.RunStepsResponse:
-    return worker_service_pb2.RunStepsResponse(draining=worker_service_pb2.Draining(deadline_s=deadline_s))
+    return worker_service_pb2.RunStepsResponse(draining=worker_service_pb2.Draining(deadline=_duration(deadline_s)))
 
 
 def encode_capabilities(
@@ -252,7 +287,7 @@ def encode_capabilities(
         device=capabilities.device,
         dtype=capabilities.dtype,
         max_num_drafts=capabilities.max_num_drafts,
-        verifies_sampled_drafts=capabilities.verifies_sampled_drafts,
+        features=_features(capabilities),
         host=host if len(host) <= MAX_HOST_CHARS and host.isprintable() else "",
     )
 

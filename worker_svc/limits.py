@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-# Highest revision of the rules in worker_service.proto that is known here.
-PROTOCOL_REVISION: Final = 1
+# Revision of the rules in worker_service.proto that is spoken here, and the first that was released.
+PROTOCOL_REVISION: Final = 2
+FIRST_PROTOCOL_REVISION: Final = 2
 # Largest message received.
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 # Largest values accepted in open.

@@ -58,7 +58,8 @@ def _draw(logits: torch.Tensor, rows: SamplingRows, drawn: npt.NDArray[np.intp])
     logits.div_(torch.from_numpy(rows.parameters["temperature"][drawn]).to(device).unsqueeze(1))
     for name, keep_likely in _FILTERS:
         keep_likely(logits, rows.parameters[name][drawn])
-    keys = stream_keys(rows.parameters["seed"][drawn], rows.output_index[drawn])
+    choices = rows.parameters["choice_index"][drawn]
+    keys = stream_keys(rows.parameters["seed"][drawn], rows.output_index[drawn], choices)
     return logits.add_(gumbel(keys, logits.shape[1], device)).argmax(dim=-1)
 
 
@@ -129,12 +130,12 @@ def _mix(value: int) -> int:
 
 
 def stream_keys(
-    seeds: npt.NDArray[np.uint64], output_indices: npt.NDArray[np.int64], choice_index: int = 0
+    seeds: npt.NDArray[np.uint64], output_indices: npt.NDArray[np.int64], choice_indices: npt.NDArray[np.int64]
 ) -> list[int]:
     """The 64-bit key of each draw."""
     return [
-        _mix(_mix(_mix(int(seed) + _GOLDEN & _MASK64) + choice_index + 1 & _MASK64) + int(index) + 1 & _MASK64)
-        for seed, index in zip(seeds, output_indices, strict=True)
+        _mix(_mix(_mix(int(seed) + _GOLDEN & _MASK64) + int(choice) + 1 & _MASK64) + int(index) + 1 & _MASK64)
+        for seed, index, choice in zip(seeds, output_indices, choice_indices, strict=True)
     ]
 
 

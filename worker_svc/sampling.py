@@ -51,6 +51,8 @@ class Sampling:
     # masked_token_ids are not sampled while the output index is below this.
     min_tokens: int = _number(0, np.int64)
     seed: int = _number(0, np.uint64)
+    # Which choice of one client request; with seed and output index it is the key of the random numbers.
+    choice_index: int = _number(0, np.int64)
     # All EOS and stop ids.
     masked_token_ids: tuple[int, ...] = ()
 

@@ -204,6 +204,7 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
             raise MalformedOpen("OPEN_EXPECTED", "the first frame of a stream must carry open")
         incarnation, number, geometry = codec.decode_open(request.open)
         codec.check_geometry(geometry, loaded.runner.capabilities)
+        codec.check_features(request.open, loaded.runner.capabilities)
         epoch = self._continued(incarnation, number, geometry)
         if epoch is None:
             epoch = self._new_epoch(incarnation, number, geometry)

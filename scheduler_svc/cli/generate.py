@@ -17,7 +17,7 @@ from scheduler_svc.cli.rpc_errors import CallFailure, explain, too_large
 from scheduler_svc.config import flag
 from scheduler_svc.rpc.channels import MAX_MESSAGE_BYTES, blocking_channel
 from stepfence.v1 import generation_service_pb2 as pb
-from stepfence.v1 import sampling_pb2
+from stepfence.v1 import sampling_pb2, usage_pb2
 from stepfence.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 
@@ -151,7 +151,7 @@ class _Printer:
             self._line_open = not response.delta.text.endswith("\n")
         elif event == "finished":
             self._end_line()
-            reason = pb.FinishReason.Name(response.finished.reason).removeprefix("FINISH_REASON_").lower()
+            reason = usage_pb2.FinishReason.Name(response.finished.reason).removeprefix("FINISH_REASON_").lower()
             self._cost(reason, response.finished.usage)
 
     def failed(self, failure: CallFailure) -> None:
@@ -175,7 +175,7 @@ class _Printer:
         self._end_line()
         self._err.write(f"error: {message}\n")
 
-    def _cost(self, end: str, usage: pb.Usage | None) -> None:
+    def _cost(self, end: str, usage: usage_pb2.Usage | None) -> None:
         told = "its cost is not known" if usage is None else describe_usage(usage)
         self._err.write(f"{self._request_id} [{end}] {told}\n".lstrip())
 
@@ -190,7 +190,7 @@ class _Printer:
             self._line_open = False
 
 
-def describe_usage(usage: pb.Usage) -> str:
+def describe_usage(usage: usage_pb2.Usage) -> str:
     """One line: tokens, then what waiting and preemption cost, when they cost anything."""
     parts = [
         f"{usage.num_prompt_tokens} prompt tokens"

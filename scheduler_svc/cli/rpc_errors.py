@@ -10,7 +10,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from scheduler_svc.rpc.channels import MAX_MESSAGE_BYTES
-from stepfence.v1 import generation_service_pb2 as pb
+from stepfence.v1 import usage_pb2
 
 # Reasons of the ErrorInfo detail; protos/README.md lists them all.
 _ADVICE: Final[dict[str, str]] = {
@@ -55,7 +55,7 @@ class CallFailure:
     message: str
     advice: str
     retry_after_s: float | None
-    usage: pb.Usage | None
+    usage: usage_pb2.Usage | None
     # 1, or 2 when the request itself is at fault.
     exit_code: int
 
@@ -83,8 +83,8 @@ def explain(error: Any, target: str, server: str = FRONT_END) -> CallFailure:
             info = error_details_pb2.ErrorInfo()
             detail.Unpack(info)
             reason = info.reason
-        elif detail.Is(pb.Usage.DESCRIPTOR):
-            usage = pb.Usage()
+        elif detail.Is(usage_pb2.Usage.DESCRIPTOR):
+            usage = usage_pb2.Usage()
             detail.Unpack(usage)
         elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
             retry = error_details_pb2.RetryInfo()

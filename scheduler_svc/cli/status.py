@@ -118,14 +118,15 @@ def status_lines(status: pb.GetStatusResponse) -> list[str]:
     """What runs where, for people."""
     state = "draining" if status.draining else "ready" if status.ready else f"not ready: {status.not_ready_cause}"
     lines = [
-        f"scheduler {status.version}, policy {status.policy}, {state}",
+        f"scheduler {status.version}, policy {_word(pb.SchedulingPolicy.Name(status.policy))}, {state}",
         f"{status.num_running} running, {status.num_waiting} waiting, {status.num_skipped} put aside; "
         f"{status.num_preemptions} preemptions, {status.num_requeued_after_worker_loss} requeued after a worker's loss",
     ]
     for name, rank in zip(_names(status.ranks), status.ranks, strict=True):
         cause = f" ({rank.cause})" if rank.cause else ""
+        state = _word(pb.RankState.Name(rank.state))
         lines.append(
-            f"worker {name}  {rank.state}{cause}, epoch {rank.epoch}, {rank.num_running} running, "
+            f"worker {name}  {state}{cause}, epoch {rank.epoch}, {rank.num_running} running, "
             f"{rank.num_rows_held} rows, {rank.num_free_blocks} of {max(rank.num_blocks - 1, 0)} blocks free, "
             f"{rank.num_parked_blocks} parked, {rank.sent_step_seq} steps sent, {rank.acked_step_seq} acknowledged"
         )
@@ -135,6 +136,11 @@ def status_lines(status: pb.GetStatusResponse) -> list[str]:
             f"{front_end.num_live_requests} requests"
         )
     return lines
+
+
+def _word(name: str) -> str:
+    """RANK_STATE_UP as up, SCHEDULING_POLICY_FCFS as fcfs."""
+    return name.rpartition("_")[2].lower()
 
 
 def _names(ranks: Sequence[pb.RankStatus]) -> list[str]:
@@ -148,7 +154,7 @@ def _names(ranks: Sequence[pb.RankStatus]) -> list[str]:
 
 def _host(rank: pb.RankStatus) -> str:
     """The worker's host; while none is there, the one that was there last."""
-    if rank.host and rank.state not in ("up", "draining"):
+    if rank.host and rank.state not in (pb.RANK_STATE_UP, pb.RANK_STATE_DRAINING):
         return f"(was {rank.host})"
     return rank.host or "-"
 

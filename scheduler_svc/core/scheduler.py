@@ -58,6 +58,11 @@ class Scheduler:
         self.state = CoreState(config)
 
     @property
+    def accepts_priority(self) -> bool:
+        """Whether requests may have a priority other than 0."""
+        return self.state.policy.accepts_priority
+
+    @property
     def config(self) -> SchedulerConfig:
         return self.state.config
 

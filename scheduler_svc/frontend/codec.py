@@ -14,7 +14,7 @@ from scheduler_svc.frontend import calls
 from scheduler_svc.frontend.errors import Code, Failure, RequestError, SessionProtocolError, Violation, invalid
 from scheduler_svc.frontend.limits import Limits
 from stepfence.v1 import generation_service_pb2 as generation_pb2
-from stepfence.v1 import model_pb2, sampling_pb2, session_service_pb2
+from stepfence.v1 import model_pb2, sampling_pb2, session_service_pb2, usage_pb2
 
 DOMAIN = "stepfence"
 # Error details travel as HTTP/2 trailers, for which 8 KiB is a common limit; the message is in there twice.
@@ -29,8 +29,8 @@ _CANCEL_REASONS = {
     calls.CancelReason.DRAINED: session_service_pb2.CANCEL_REASON_DRAINED,
 }
 _FINISH_REASONS = {
-    generation_pb2.FINISH_REASON_STOP: calls.FinishReason.STOP,
-    generation_pb2.FINISH_REASON_LENGTH: calls.FinishReason.LENGTH,
+    usage_pb2.FINISH_REASON_STOP: calls.FinishReason.STOP,
+    usage_pb2.FINISH_REASON_LENGTH: calls.FinishReason.LENGTH,
 }
 _WIRE_FINISH_REASONS = {reason: number for number, reason in _FINISH_REASONS.items()}
 
@@ -169,8 +169,8 @@ def _add(status: status_pb2.Status, detail: Message) -> None:
     status.details.append(packed)
 
 
-def encode_usage(usage: calls.Usage) -> generation_pb2.Usage:
-    return generation_pb2.Usage(
+def encode_usage(usage: calls.Usage) -> usage_pb2.Usage:
+    return usage_pb2.Usage(
         num_prompt_tokens=usage.num_prompt_tokens,
         num_completion_tokens=usage.num_completion_tokens,
         num_cached_tokens=usage.num_cached_tokens,
@@ -250,7 +250,7 @@ def decode_ended(ended: session_service_pb2.RequestEnded) -> calls.Ended:
     return calls.Ended(reason, stop_token_id, None, usage)
 
 
-def decode_usage(usage: generation_pb2.Usage) -> calls.Usage:
+def decode_usage(usage: usage_pb2.Usage) -> calls.Usage:
     return calls.Usage(
         num_prompt_tokens=usage.num_prompt_tokens,
         num_completion_tokens=usage.num_completion_tokens,

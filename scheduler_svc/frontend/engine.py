@@ -117,7 +117,7 @@ class FrontEnd:
         self._check_open()
         served = self._session.model
         check_model(call, served.description)
-        check_parameters(call, served.description, self.limits, self._session.policy)
+        check_parameters(call, served.description, self.limits, accepts_priority=self._session.accepts_priority)
         self._check_id(call.request_id)
         token_ids = await self._prompt_token_ids(call, served)
         sampling = resolve_sampling(call.sampling, served.description, self._rng)

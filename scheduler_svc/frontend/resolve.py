@@ -21,14 +21,14 @@ def check_model(call: GenerateCall, model: ModelDescription) -> None:
         raise RequestError(Failure(Code.NOT_FOUND, "MODEL_NOT_FOUND", message, {"served": model.name}))
 
 
-def check_parameters(call: GenerateCall, model: ModelDescription, limits: Limits, policy: str) -> None:
-    """Everything but the prompt, and the counts that decode_call checks. policy: the scheduler's. Raises RequestError
-    naming every field that is wrong."""
+def check_parameters(call: GenerateCall, model: ModelDescription, limits: Limits, *, accepts_priority: bool) -> None:
+    """Everything but the prompt, and the counts that decode_call checks. accepts_priority: whether the scheduler does.
+    Raises RequestError naming every field that is wrong."""
     violations = (*_identity_violations(call, limits), *_sampling_violations(call.sampling, model, limits))
     if violations:
         raise invalid(violations)
-    if call.priority != 0 and policy == "fcfs":
-        violation = Violation("priority", "must be 0: the scheduler serves in order of arrival (policy fcfs)")
+    if call.priority != 0 and not accepts_priority:
+        violation = Violation("priority", "must be 0: the scheduler serves in order of arrival")
         raise invalid((violation,), "PRIORITY_NOT_SUPPORTED")
 
 

@@ -36,7 +36,10 @@ from scheduler_svc.frontend.text import Tokenizer
 from stepfence.v1 import model_pb2, session_service_pb2
 from stepfence.v1.session_service_pb2 import AttachRequest, AttachResponse
 
-PROTOCOL_REVISION = 1
+# Revision of the protos that is spoken here. Peers whose revisions differ by one work together; revision 1 was never
+# released.
+PROTOCOL_REVISION = 2
+_OLDEST_REVISION = 2
 # Handles travel in int32 columns.
 _MAX_HANDLE = 2**31 - 1
 
@@ -196,6 +199,7 @@ class SessionClient:
         self._load_tokenizer = load_tokenizer
         self._front_end_id = front_end_id
         self._rng = rng
+        self._incarnation = rng.getrandbits(64)
         self._timing = timing or SessionTiming()
         self._limits = limits or Limits()
         self._outbox = Outbox(self._limits)
@@ -216,8 +220,9 @@ class SessionClient:
         self.num_live_streams = 0
         # Called after every change of `not_ready_cause`.
         self.on_change: Callable[[], None] = lambda: None
-        # "fcfs" or "priority".
-        self.policy = "fcfs"
+        # Whether requests may have a priority.
+        self.accepts_priority = False
+        self._attach_seq = 0
 
     # --- what holds now ---
 
@@ -354,12 +359,24 @@ class SessionClient:
             await asyncio.gather(*helpers, return_exceptions=True)
 
     async def _greet(self, stream: SessionStream) -> None:
-        hello = session_service_pb2.Hello(front_end_id=self._front_end_id, protocol_revision=PROTOCOL_REVISION)
+        self._attach_seq += 1
+        hello = session_service_pb2.Hello(
+            front_end_id=self._front_end_id,
+            protocol_revision=PROTOCOL_REVISION,
+            front_end_incarnation=self._incarnation,
+            attach_seq=self._attach_seq,
+        )
         await stream.send(AttachRequest(hello=hello, num_live_streams=self.num_live_streams))
         frame = await stream.receive()
         if not frame.HasField("attached"):
             raise SessionProtocolError("the first frame does not say attached")
-        self.policy = frame.attached.policy
+        revision = frame.attached.protocol_revision
+        if not max(_OLDEST_REVISION, PROTOCOL_REVISION - 1) <= revision <= PROTOCOL_REVISION + 1:
+            raise SessionProtocolError(
+                f"the scheduler speaks protocol revision {revision}, this front end revision {PROTOCOL_REVISION}: "
+                "bring both to releases whose revisions differ by one at most"
+            )
+        self.accepts_priority = session_service_pb2.SESSION_FEATURE_PRIORITY in frame.attached.features
         self._attached = True
         self._model_wanted.set()
         log.info("attached to the scheduler", extra={"incarnation": f"{frame.attached.scheduler_incarnation:016x}"})

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any, Final, Protocol, assert_never
 
 from scheduler_svc import codec
-from scheduler_svc.codec import WorkerCapabilities
+from scheduler_svc.codec import WorkerCapabilities, WorkerFeature
 from scheduler_svc.core.events import RankDraining, RankJoined, StepAcked, WorkerProtocolError
 from scheduler_svc.core.output import SchedulerOutput
 from scheduler_svc.errors import LinkLost, LinkRejected, RankUnfit
@@ -98,6 +98,11 @@ class RankClient:
     def host(self) -> str:
         """What the newest worker there calls its machine or container; "" for nothing."""
         return self._session.host
+
+    @property
+    def features(self) -> frozenset[WorkerFeature]:
+        """What the newest worker there can do, of what is known here."""
+        return self._session.features
 
     @property
     def num_rows_held(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler_svc import codec
-from scheduler_svc.codec import WorkerCapabilities
+from scheduler_svc.codec import WorkerCapabilities, WorkerFeature
 from scheduler_svc.errors import RankUnfit
 
 
@@ -50,8 +50,11 @@ class RankRegister:
 def check_limits(capabilities: WorkerCapabilities, config: SessionConfig) -> None:
     """Hold every limit that a worker declares against what its sessions would need. Raises RankUnfit, which names the
     setting to change."""
-    if capabilities.protocol_revision < codec.PROTOCOL_REVISION:
-        raise RankUnfit(f"it speaks protocol revision {capabilities.protocol_revision}, not {codec.PROTOCOL_REVISION}")
+    if not codec.works_with(capabilities.protocol_revision):
+        raise RankUnfit(
+            f"it speaks protocol revision {capabilities.protocol_revision}, this scheduler revision "
+            f"{codec.PROTOCOL_REVISION}: bring both to releases whose revisions differ by one at most"
+        )
     if config.block_size % capabilities.block_size_multiple:
         raise RankUnfit(
             f"the block size must be a multiple of {capabilities.block_size_multiple} for it, --block-size is "
@@ -67,7 +70,14 @@ def check_limits(capabilities: WorkerCapabilities, config: SessionConfig) -> Non
             f"it takes at most {capabilities.max_num_batched_tokens} tokens a step, --max-num-batched-tokens is "
             f"{config.max_num_batched_tokens}"
         )
-    _check_drafts(capabilities, config.num_speculative_tokens)
+    if config.num_speculative_tokens > capabilities.max_num_drafts:
+        raise RankUnfit(
+            f"it verifies at most {capabilities.max_num_drafts} draft tokens a row, --num-speculative-tokens is "
+            f"{config.num_speculative_tokens}"
+        )
+    if missing := sorted(required_features(config) - capabilities.features):
+        names = ", ".join(feature.name for feature in missing)
+        raise RankUnfit(f"it does not have {names}, which --num-speculative-tokens needs: set it to 0")
     longest = min(config.max_model_len, capabilities.model.max_model_len)
     needed = codec.largest_row_bytes(longest, config.block_size) + codec.columns_bytes(
         config.num_rows, config.max_num_batched_tokens
@@ -79,11 +89,8 @@ def check_limits(capabilities: WorkerCapabilities, config: SessionConfig) -> Non
         )
 
 
-def _check_drafts(capabilities: WorkerCapabilities, num_speculative_tokens: int) -> None:
-    if num_speculative_tokens > capabilities.max_num_drafts:
-        raise RankUnfit(
-            f"it verifies at most {capabilities.max_num_drafts} draft tokens a row, --num-speculative-tokens is "
-            f"{num_speculative_tokens}"
-        )
-    if num_speculative_tokens and not capabilities.verifies_sampled_drafts:
-        raise RankUnfit("it verifies drafts of greedy requests only: set --num-speculative-tokens 0")
+def required_features(config: SessionConfig) -> frozenset[WorkerFeature]:
+    """What the steps of a session may use."""
+    if config.num_speculative_tokens:
+        return frozenset({WorkerFeature.DRAFTS, WorkerFeature.SAMPLED_DRAFTS})
+    return frozenset()

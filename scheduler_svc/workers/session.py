@@ -24,12 +24,20 @@ from enum import Enum
 from typing import Final
 
 from scheduler_svc import codec
-from scheduler_svc.codec import Opened, StepResult, WorkerCapabilities, WorkerDraining, WorkerFrame
+from scheduler_svc.codec import (
+    Opened,
+    StepResult,
+    WorkerCapabilities,
+    WorkerDraining,
+    WorkerFeature,
+    WorkerFrame,
+    WorkerProgress,
+)
 from scheduler_svc.core.events import RankDraining, RankJoined, StepAcked, WorkerProtocolError
 from scheduler_svc.core.output import SchedulerOutput
 from scheduler_svc.errors import LinkLost, LinkRefused, LinkRejected, RankUnfit
 from scheduler_svc.workers.actions import Acked, Action, Interrupt, Joined, Leaving, Lost, Retry, Say, Transmit
-from scheduler_svc.workers.fitness import RankRegister, SessionConfig, check_limits
+from scheduler_svc.workers.fitness import RankRegister, SessionConfig, check_limits, required_features
 from scheduler_svc.workers.served_model import ServedModel
 from scheduler_svc.workers.window import StepWindow
 
@@ -148,6 +156,7 @@ class WorkerSession:
         self.cause = "not connected yet"
         # What the newest worker there calls its machine or container; "" for nothing. Stays when it is lost.
         self.host = ""
+        self.features: frozenset[WorkerFeature] = frozenset()
         self.num_rows_held = 0
         self._model = model
         self._register = register
@@ -210,7 +219,7 @@ class WorkerSession:
         actions: list[Action] = []
         if self.is_joined and capabilities.worker_incarnation != self._incarnation:
             actions = self._end("the worker process was replaced", graceful=self._is_leaving)
-        self.host = capabilities.host
+        self.host, self.features = capabilities.host, capabilities.features
         return actions
 
     def check(self) -> None:
@@ -238,6 +247,7 @@ class WorkerSession:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=min(config.max_model_len, capabilities.model.max_model_len),
             max_inflight_steps=config.max_inflight_steps,
+            required_features=required_features(config),
         )
 
     def frame_arrived(self, frame: WorkerFrame, now: float) -> list[Action]:
@@ -250,6 +260,8 @@ class WorkerSession:
             return self._result(frame, now)
         if isinstance(frame, WorkerDraining):
             return self._leaving(frame)
+        if isinstance(frame, WorkerProgress):
+            return self._progress(frame)
         raise WorkerProtocolError("opened a second time")
 
     def take_frame(self, now: float) -> bytes | None:
@@ -394,6 +406,12 @@ class WorkerSession:
             event = StepAcked(self.rank, self.epoch, acknowledged.core_seq, result.sampled, result.counts)
             actions.append(Acked(event, acknowledged.rtt_s, result.staged_us * 1e-6, result.executed_us * 1e-6))
         return actions
+
+    def _progress(self, frame: WorkerProgress) -> list[Action]:
+        if frame.epoch != self.epoch:
+            raise WorkerProtocolError(f"progress of epoch {frame.epoch} in epoch {self.epoch}")
+        self._window.take_progress(frame.progress_seq)
+        return []
 
     def _leaving(self, frame: WorkerDraining) -> list[Action]:
         if self._is_leaving:

@@ -55,6 +55,7 @@ class StepWindow:
         # (core step_seq, its wire number) of steps that the core may still name as processed.
         self._wire_numbers: deque[tuple[int, int]] = deque()
         self._processed_wire_seq = 0
+        self._processed_progress_seq = 0
         # Since when the oldest frame has been the oldest one that was sent.
         self._oldest_since = 0.0
 
@@ -76,12 +77,28 @@ class StepWindow:
         while self._wire_numbers and self._wire_numbers[0][0] <= output.processed_step_seq:
             self._processed_wire_seq = self._wire_numbers.popleft()[1]
         first = self._next_wire_seq
-        frames = codec.encode_step(output, first, self._processed_wire_seq, self._max_message_bytes)
+        frames = codec.encode_step(
+            output,
+            first,
+            self._processed_wire_seq,
+            self._max_message_bytes,
+            processed_progress_seq=self._processed_progress_seq,
+        )
         self._next_wire_seq += len(frames)
         for index, data in enumerate(frames):
             is_last = index == len(frames) - 1
             self._frames.append(_Frame(first + index, output.step_seq if is_last else None, data))
         self._wire_numbers.append((output.step_seq, first + len(frames) - 1))
+
+    def take_progress(self, progress_seq: int) -> bool:
+        """Whether this progress is news: what was handled before a stream was lost is sent again. Later steps tell the
+        worker that it was handled. Raises WorkerProtocolError for a gap."""
+        if progress_seq <= self._processed_progress_seq:
+            return False
+        if progress_seq != self._processed_progress_seq + 1:
+            raise WorkerProtocolError(f"progress {progress_seq} after progress {self._processed_progress_seq}")
+        self._processed_progress_seq = progress_seq
+        return True
 
     def start_stream(self) -> None:
         """A new stream: every frame without a result will be sent again, byte for byte."""

@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 
 from stepfence.v1 import generation_service_pb2 as pb
+from stepfence.v1 import usage_pb2
 from tests.e2e.client import Refusal, refusal, sampling
 from worker_svc.runner.scripted import complete
 from worker_svc.sampling import Sampling
@@ -139,7 +140,7 @@ def check(outcomes: Sequence[Outcome]) -> None:
             continue
         assert outcome.finished is not None, f"stream {order.index} just ended"
         assert outcome.token_ids == cold, f"stream {order.index}"
-        assert outcome.finished.reason == pb.FINISH_REASON_LENGTH
+        assert outcome.finished.reason == usage_pb2.FINISH_REASON_LENGTH
         assert outcome.finished.usage.num_completion_tokens == order.max_tokens
 
 

@@ -20,6 +20,7 @@ from grpc_status import rpc_status
 from scheduler_svc.cli.health import check
 from scheduler_svc.cli.ports import free_address
 from stepfence.v1 import generation_service_pb2 as pb
+from stepfence.v1 import usage_pb2
 from tests.chaos.load import Order, Outcome, run_order
 from tests.e2e.client import DEADLINE_S, _AsCall, connect, generate, refusal, sampling
 from tests.support.processes import Deployment, Process, flags, wait_until
@@ -190,12 +191,12 @@ async def test_f68_a_failure_amid_the_stream_is_no_success_and_tells_what_was_de
         await asyncio.to_thread(deployment.wait_idle)
 
 
-def usage_of(error: Any) -> pb.Usage:
+def usage_of(error: Any) -> usage_pb2.Usage:
     """The partial usage that came with a status."""
     status = rpc_status.from_call(_AsCall(error))  # type: ignore[arg-type]
     assert status is not None
-    (packed,) = [detail for detail in status.details if detail.Is(pb.Usage.DESCRIPTOR)]
-    usage = pb.Usage()
+    (packed,) = [detail for detail in status.details if detail.Is(usage_pb2.Usage.DESCRIPTOR)]
+    usage = usage_pb2.Usage()
     packed.Unpack(usage)
     return usage
 

@@ -14,7 +14,7 @@ from grpc_status import rpc_status
 
 from stepfence.v1 import generation_service_pb2 as pb
 from stepfence.v1 import generation_service_pb2_grpc as pb_grpc
-from stepfence.v1 import sampling_pb2
+from stepfence.v1 import sampling_pb2, usage_pb2
 
 # A call that takes longer than this has hung.
 DEADLINE_S = 90.0
@@ -50,7 +50,7 @@ class Stream:
             self.finished = response.finished
 
     @property
-    def usage(self) -> pb.Usage:
+    def usage(self) -> usage_pb2.Usage:
         assert self.finished is not None, "the stream has not finished"
         return self.finished.usage
 

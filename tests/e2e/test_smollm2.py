@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from stepfence.v1 import generation_service_pb2 as pb
+from stepfence.v1 import usage_pb2
 from tests.e2e.client import Stream, connect, generate, sampling
 from tests.support.oracle import (
     DEFAULT_LENGTH,
@@ -177,7 +178,7 @@ async def test_the_models_own_end_of_text_stops_a_chat(roomy: Deployment) -> Non
     request = pb.GenerateRequest(sampling=sampling(max_tokens=64))
     request.chat.messages.add(role="user", content="What is the capital of Italy?")
     (stream,) = await _at_once(roomy, [request])
-    assert stream.finished is not None and stream.finished.reason == pb.FINISH_REASON_STOP
+    assert stream.finished is not None and stream.finished.reason == usage_pb2.FINISH_REASON_STOP
     assert stream.text and "<|im_end|>" not in stream.text and len(stream.token_ids) < 64
     assert stream.finished.stop_token_id in (await _eos_ids(roomy))
 

@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from stepfence.v1 import generation_service_pb2 as pb
+from stepfence.v1 import usage_pb2
 from tests.e2e.client import DEADLINE_S, Stream, connect, generate, refusal, sampling
 from tests.support.processes import Deployment, wait_until
 
@@ -57,7 +58,7 @@ async def test_a_stream_and_a_unary_call_give_the_same(split: Deployment) -> Non
     assert (stream.text, stream.token_ids) == (answer.text, list(answer.token_ids))
     assert len(stream.token_ids) == 40 == stream.usage.num_completion_tokens
     assert stream.finished is not None
-    assert stream.finished.reason == answer.reason == pb.FINISH_REASON_LENGTH
+    assert stream.finished.reason == answer.reason == usage_pb2.FINISH_REASON_LENGTH
     assert stream.num_prompt_tokens == stream.usage.num_prompt_tokens == len("hello there")
     # The scripted worker's ids are the bytes of its text.
     assert bytes(stream.token_ids).decode() == stream.text
@@ -89,7 +90,11 @@ async def test_the_text_ends_before_a_stop_string_and_nothing_after_it_is_billed
         cut = await generate(stub, _text("stop here", max_tokens=30, stop=[stop]))
     end = whole.text.index(stop)
     assert cut.finished is not None
-    assert (cut.text, cut.finished.reason, cut.finished.stop_string) == (whole.text[:end], pb.FINISH_REASON_STOP, stop)
+    assert (cut.text, cut.finished.reason, cut.finished.stop_string) == (
+        whole.text[:end],
+        usage_pb2.FINISH_REASON_STOP,
+        stop,
+    )
     assert cut.usage.num_completion_tokens == end + len(stop)
 
 

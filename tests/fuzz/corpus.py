@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
+from google.protobuf import duration_pb2
 from google.protobuf.message import Message
 
 from stepfence.v1 import (
@@ -14,6 +15,7 @@ from stepfence.v1 import (
     sampling_pb2,
     session_service_pb2,
     step_pb2,
+    usage_pb2,
     worker_service_pb2,
 )
 
@@ -38,7 +40,7 @@ def opening(incarnation: int = 1, epoch: int = 1) -> worker_service_pb2.Open:
     return worker_service_pb2.Open(
         scheduler_incarnation=incarnation,
         epoch=epoch,
-        protocol_revision=1,
+        protocol_revision=2,
         block_size=4,
         num_rows=8,
         max_num_batched_tokens=32,
@@ -129,14 +131,16 @@ def run_steps_responses() -> list[Message]:
             opened=worker_service_pb2.Opened(worker_incarnation=3, num_blocks=64, executed_step_seq=0)
         ),
         *(worker_service_pb2.RunStepsResponse(result=each) for each in (result, counted, failed)),
-        worker_service_pb2.RunStepsResponse(draining=worker_service_pb2.Draining(deadline_s=3.0)),
+        worker_service_pb2.RunStepsResponse(
+            draining=worker_service_pb2.Draining(deadline=duration_pb2.Duration(seconds=3))
+        ),
     ]
 
 
 def capabilities() -> list[Message]:
     return [
         worker_service_pb2.GetCapabilitiesResponse(
-            protocol_revision=1,
+            protocol_revision=2,
             worker_incarnation=3,
             model=MODEL,
             block_size_multiple=1,
@@ -187,16 +191,16 @@ def attach_requests() -> list[Message]:
 
 
 def attach_responses() -> list[Message]:
-    usage = generation_service_pb2.Usage(num_prompt_tokens=8, num_completion_tokens=2)
+    usage = usage_pb2.Usage(num_prompt_tokens=8, num_completion_tokens=2)
     usage.queued.FromMilliseconds(3)
     failure = session_service_pb2.Failure(
         code=14, reason="DRAINING", message="draining", metadata={"needed_tokens": "3"}
     )
     failure.retry_after.FromMilliseconds(500)
-    ok = session_service_pb2.EndedOk(reason=generation_service_pb2.FINISH_REASON_STOP, stop_token_id=65)
+    ok = session_service_pb2.EndedOk(reason=usage_pb2.FINISH_REASON_STOP, stop_token_id=65)
     return [
         session_service_pb2.AttachResponse(
-            attached=session_service_pb2.Attached(scheduler_incarnation=9, protocol_revision=1, policy="fcfs")
+            attached=session_service_pb2.Attached(scheduler_incarnation=9, protocol_revision=2)
         ),
         session_service_pb2.AttachResponse(accepted=[session_service_pb2.SubmitAccepted(handle=1, max_tokens=8)]),
         session_service_pb2.AttachResponse(

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError, Message
 
 from scheduler_svc import codec as scheduler_codec
 from scheduler_svc.core.events import WorkerProtocolError
-from scheduler_svc.errors import SessionProtocolError
+from scheduler_svc.errors import SessionProtocolError, SessionRefused
 from scheduler_svc.frontend import codec as front_end_codec
 from scheduler_svc.frontend import resolve
 from scheduler_svc.frontend.calls import IdsPrompt
@@ -80,7 +80,7 @@ def feed_attach_request(data: bytes) -> None:
     """What a scheduler hears from a front end."""
     try:
         frame = scheduler_codec.decode_session_frame(session_service_pb2.AttachRequest.FromString(data))
-    except (SessionProtocolError, DecodeError):
+    except (SessionProtocolError, SessionRefused, DecodeError):
         return
     for submission in frame.submissions:
         scheduler_codec.parameter_problem(submission, _VOCAB_SIZE)
@@ -105,7 +105,7 @@ def feed_client_call(data: bytes) -> None:
     try:
         call = front_end_codec.decode_call(generation_service_pb2.GenerateRequest.FromString(data), Limits())
         resolve.check_model(call, _MODEL)
-        resolve.check_parameters(call, _MODEL, Limits(), "fcfs")
+        resolve.check_parameters(call, _MODEL, Limits(), accepts_priority=False)
         if isinstance(call.prompt, IdsPrompt):
             resolve.check_prompt_ids(
                 len(call.prompt.token_ids), max(call.prompt.token_ids, default=0), _MODEL, Limits()

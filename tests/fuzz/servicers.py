@@ -309,7 +309,7 @@ async def frames_at_a_front_end(deployment: Deployment, num_frames: int) -> None
     front_end = deployment.start_front_end()
     wild = _Wild(deployment, _SCHEDULER)
     attached = session_service_pb2.AttachResponse(
-        attached=session_service_pb2.Attached(scheduler_incarnation=1, protocol_revision=1, policy="fcfs")
+        attached=session_service_pb2.Attached(scheduler_incarnation=1, protocol_revision=2)
     ).SerializeToString()
     model = session_service_pb2.SessionServiceGetModelResponse(model=corpus.MODEL)
     chunk = session_service_pb2.SessionServiceGetTokenizerResponse()

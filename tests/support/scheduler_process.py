@@ -29,6 +29,11 @@ async def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
             await asyncio.sleep(0.005)
 
 
+def state_of(rank: admin.RankStatus) -> str:
+    """up, lost, ..."""
+    return admin.RankState.Name(rank.state).removeprefix("RANK_STATE_").lower()
+
+
 class RunningScheduler:
     """What a test needs of it."""
 
@@ -79,7 +84,7 @@ class RunningScheduler:
         async with asyncio.timeout(timeout_s):
             while True:
                 for rank in (await self.status()).ranks:
-                    if rank.rank == address and rank.state == state:
+                    if rank.rank == address and state_of(rank) == state:
                         return rank
                 await asyncio.sleep(0.01)
 

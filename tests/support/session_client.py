@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from stepfence.v1 import generation_service_pb2, sampling_pb2, session_service_pb2, session_service_pb2_grpc
+from stepfence.v1 import sampling_pb2, session_service_pb2, session_service_pb2_grpc, usage_pb2
 
 
 @dataclass
@@ -69,8 +69,8 @@ class Stream:
         return self
 
 
-LENGTH = generation_service_pb2.FINISH_REASON_LENGTH
-STOP = generation_service_pb2.FINISH_REASON_STOP
+LENGTH = usage_pb2.FINISH_REASON_LENGTH
+STOP = usage_pb2.FINISH_REASON_STOP
 
 
 class SessionClient:
@@ -102,7 +102,7 @@ class SessionClient:
         self.reading.set()
 
     async def __aenter__(self) -> SessionClient:
-        hello = session_service_pb2.Hello(front_end_id=self._front_end_id, protocol_revision=1)
+        hello = session_service_pb2.Hello(front_end_id=self._front_end_id, protocol_revision=2)
         self.send(session_service_pb2.AttachRequest(hello=hello))
         self._call = self.stub.Attach(self._requests())
         self._tasks.append(asyncio.create_task(self._read()))
@@ -136,6 +136,7 @@ class SessionClient:
         timeout_s: float | None = None,
         handle: int | None = None,
         priority: int = 0,
+        output_token_ids: Iterable[int] = (),
         **sampling: Any,
     ) -> Stream:
         """Submit a greedy request without stop ids."""
@@ -150,6 +151,7 @@ class SessionClient:
             prompt_token_ids=array("i", prompt).tobytes(),
             sampling=sampling_pb2.ResolvedSampling(max_tokens=max_tokens, **{"top_p": 1.0, **sampling}),
             priority=priority,
+            output_token_ids=array("i", output_token_ids).tobytes(),
         )
         if timeout_s is not None:
             submit.timeout.FromNanoseconds(round(timeout_s * 1e9))

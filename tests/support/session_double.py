@@ -25,7 +25,7 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
-from stepfence.v1 import generation_service_pb2, model_pb2, session_service_pb2, session_service_pb2_grpc
+from stepfence.v1 import model_pb2, session_service_pb2, session_service_pb2_grpc, usage_pb2
 
 # google.rpc.Code
 CANCELLED, DEADLINE_EXCEEDED, INTERNAL, UNAVAILABLE = 1, 4, 13, 14
@@ -79,7 +79,7 @@ class ScriptedRequest:
             self._double.send_tokens({self.handle: frame})
 
     def end_length(self) -> None:
-        self.end_ok(generation_service_pb2.FINISH_REASON_LENGTH)
+        self.end_ok(usage_pb2.FINISH_REASON_LENGTH)
 
     def end_ok(self, reason: int, stop_token_id: int | None = None, num_tokens: int | None = None) -> None:
         self._end(
@@ -109,7 +109,7 @@ class ScriptedRequest:
     def _end(self, num_tokens: int | None, **outcome: Any) -> None:
         if self.ended:
             return
-        usage = generation_service_pb2.Usage(
+        usage = usage_pb2.Usage(
             num_prompt_tokens=len(self.prompt),
             num_completion_tokens=len(self.sent) if num_tokens is None else num_tokens,
             num_cached_tokens=3,
@@ -142,13 +142,15 @@ class SessionDouble(session_service_pb2_grpc.SessionServiceServicer):
         self,
         model: model_pb2.ModelInfo | None = None,
         files: Mapping[str, bytes] | None = None,
-        policy: str = "fcfs",
+        features: Sequence[int] = (),
+        revision: int = 2,
     ) -> None:
         # None: no worker has joined yet.
         self.model = byte_model() if model is None else model
         self.has_worker = True
         self.files = dict(BYTE_TOKENIZER if files is None else files)
-        self.policy = policy
+        self.features: Any = features
+        self.revision = revision
         self.play: Callable[[session_service_pb2.Submit], Frames] | None = None
         self.answers_cancels = True
         self.answers_text_ended = True
@@ -253,7 +255,9 @@ class SessionDouble(session_service_pb2_grpc.SessionServiceServicer):
                 await asyncio.Event().wait()
             incarnation = int.from_bytes(hashlib.sha256(str(id(self._server)).encode()).digest()[:8], "big")
             attached = session_service_pb2.Attached(
-                scheduler_incarnation=incarnation, protocol_revision=1, policy=self.policy
+                scheduler_incarnation=incarnation,
+                protocol_revision=self.revision,
+                features=self.features,
             )
             yield session_service_pb2.AttachResponse(attached=attached)
             self._attached.set()
@@ -302,7 +306,7 @@ class SessionDouble(session_service_pb2_grpc.SessionServiceServicer):
                 request.text_ended_at = text_ended.num_tokens
                 request.changed.set()
                 if self.answers_text_ended:
-                    request.end_ok(generation_service_pb2.FINISH_REASON_STOP, num_tokens=text_ended.num_tokens)
+                    request.end_ok(usage_pb2.FINISH_REASON_STOP, num_tokens=text_ended.num_tokens)
 
     def _take_submit(self, submit: session_service_pb2.Submit) -> None:
         request = ScriptedRequest(self, submit)

@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf import duration_pb2
 
 from stepfence.v1 import model_pb2, step_pb2, worker_service_pb2, worker_service_pb2_grpc
 
@@ -52,8 +53,14 @@ class Capabilities:
     max_num_batched_tokens: int = 8192
     max_message_bytes: int = 16 << 20
     max_num_drafts: int = 16
-    verifies_sampled_drafts: bool = True
-    protocol_revision: int = 1
+    # Numbers of WorkerFeature, those of a later revision too.
+    features: tuple[int, ...] = (
+        worker_service_pb2.WORKER_FEATURE_DRAFTS,
+        worker_service_pb2.WORKER_FEATURE_SAMPLED_DRAFTS,
+    )
+    protocol_revision: int = 2
+    # Bytes of a field of a later revision.
+    unknown_field: bytes = b""
     num_blocks: int = 512
     host: str = ""
 
@@ -168,7 +175,11 @@ class WorkerDouble(worker_service_pb2_grpc.WorkerServiceServicer):
 
     def announce_draining(self, deadline_s: float = 5.0) -> None:
         """Say that it wants to leave."""
-        self._push(worker_service_pb2.RunStepsResponse(draining=worker_service_pb2.Draining(deadline_s=deadline_s)))
+        self._push(
+            worker_service_pb2.RunStepsResponse(
+                draining=worker_service_pb2.Draining(deadline=duration_pb2.Duration(seconds=int(deadline_s)))
+            )
+        )
 
     def end_streams(self) -> None:
         """End every stream in order (status OK)."""
@@ -190,7 +201,7 @@ class WorkerDouble(worker_service_pb2_grpc.WorkerServiceServicer):
         if self.capabilities_code is not None:
             await context.abort(self.capabilities_code, "not now")
         mine = self.capabilities
-        return worker_service_pb2.GetCapabilitiesResponse(
+        response = worker_service_pb2.GetCapabilitiesResponse(
             protocol_revision=mine.protocol_revision,
             worker_incarnation=self.incarnation,
             model=model_pb2.ModelInfo(
@@ -204,9 +215,13 @@ class WorkerDouble(worker_service_pb2_grpc.WorkerServiceServicer):
             max_num_rows=mine.max_num_rows,
             max_num_batched_tokens=mine.max_num_batched_tokens,
             max_message_bytes=mine.max_message_bytes,
+            max_num_drafts=mine.max_num_drafts,
+            features=mine.features,  # type: ignore[arg-type]
             runner="double",
             host=mine.host,
         )
+        response.MergeFromString(mine.unknown_field)
+        return response
 
     async def GetTokenizer(
         self, request: worker_service_pb2.GetTokenizerRequest, context: Any

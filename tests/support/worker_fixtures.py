@@ -36,7 +36,7 @@ class Target:
         message = worker_service_pb2.Open(
             scheduler_incarnation=scheduler.incarnation,
             epoch=epoch,
-            protocol_revision=1,
+            protocol_revision=2,
             block_size=self.block_size,
             num_rows=NUM_ROWS,
             max_num_batched_tokens=max(MAX_TOKENS, 3 * self.block_size),

@@ -83,7 +83,7 @@ class TokenSource:
             return EOS_TOKEN_ID
         digest = self._prefix.copy()
         if sampling.temperature > 0:
-            digest.update(struct.pack("<cQQQ", b"s", sampling.seed, 0, index))
+            digest.update(struct.pack("<cQQQ", b"s", sampling.seed, sampling.choice_index, index))
         else:
             digest.update(b"g")
         drawn = int.from_bytes(digest.digest(), "little") % _NUM_PRINTABLE

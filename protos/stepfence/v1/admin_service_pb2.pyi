@@ -8,6 +8,8 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from stepfence.v1 import worker_service_pb2 as _worker_service_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -18,6 +20,51 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _SchedulingPolicy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SchedulingPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SchedulingPolicy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SCHEDULING_POLICY_UNSPECIFIED: _SchedulingPolicy.ValueType  # 0
+    SCHEDULING_POLICY_FCFS: _SchedulingPolicy.ValueType  # 1
+    SCHEDULING_POLICY_PRIORITY: _SchedulingPolicy.ValueType  # 2
+
+class SchedulingPolicy(_SchedulingPolicy, metaclass=_SchedulingPolicyEnumTypeWrapper):
+    """The order in which waiting requests are served."""
+
+SCHEDULING_POLICY_UNSPECIFIED: SchedulingPolicy.ValueType  # 0
+SCHEDULING_POLICY_FCFS: SchedulingPolicy.ValueType  # 1
+SCHEDULING_POLICY_PRIORITY: SchedulingPolicy.ValueType  # 2
+Global___SchedulingPolicy: _TypeAlias = SchedulingPolicy  # noqa: Y015
+
+class _RankState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RankStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RankState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RANK_STATE_UNSPECIFIED: _RankState.ValueType  # 0
+    RANK_STATE_CONNECTING: _RankState.ValueType  # 1
+    """No session yet: the worker is not there, is loading, or may not join (see cause)."""
+    RANK_STATE_UP: _RankState.ValueType  # 2
+    RANK_STATE_DRAINING: _RankState.ValueType  # 3
+    """It serves its requests and takes no further ones."""
+    RANK_STATE_LOST: _RankState.ValueType  # 4
+    """It was up before."""
+
+class RankState(_RankState, metaclass=_RankStateEnumTypeWrapper): ...
+
+RANK_STATE_UNSPECIFIED: RankState.ValueType  # 0
+RANK_STATE_CONNECTING: RankState.ValueType  # 1
+"""No session yet: the worker is not there, is loading, or may not join (see cause)."""
+RANK_STATE_UP: RankState.ValueType  # 2
+RANK_STATE_DRAINING: RankState.ValueType  # 3
+"""It serves its requests and takes no further ones."""
+RANK_STATE_LOST: RankState.ValueType  # 4
+"""It was up before."""
+Global___RankState: _TypeAlias = RankState  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):
@@ -53,8 +100,7 @@ class GetStatusResponse(_message.Message):
     NUM_REQUEUED_AFTER_WORKER_LOSS_FIELD_NUMBER: _builtins.int
     scheduler_incarnation: _builtins.int
     version: _builtins.str
-    policy: _builtins.str
-    """"fcfs" or "priority"."""
+    policy: Global___SchedulingPolicy.ValueType
     ready: _builtins.bool
     not_ready_cause: _builtins.str
     """Why not, when not."""
@@ -74,7 +120,7 @@ class GetStatusResponse(_message.Message):
         *,
         scheduler_incarnation: _builtins.int = ...,
         version: _builtins.str = ...,
-        policy: _builtins.str = ...,
+        policy: Global___SchedulingPolicy.ValueType = ...,
         ready: _builtins.bool = ...,
         not_ready_cause: _builtins.str = ...,
         draining: _builtins.bool = ...,
@@ -110,10 +156,10 @@ class RankStatus(_message.Message):
     ACKED_STEP_SEQ_FIELD_NUMBER: _builtins.int
     NUM_ROWS_HELD_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     rank: _builtins.str
     """The worker's address."""
-    state: _builtins.str
-    """"connecting", "up", "draining" or "lost"."""
+    state: Global___RankState.ValueType
     cause: _builtins.str
     """The newest trouble with it; empty once all is well again. Says why it is not up, when it is not; may stand beside "up"
     for up to a second, while it is open whether a lost stream comes back.
@@ -129,12 +175,16 @@ class RankStatus(_message.Message):
     num_rows_held: _builtins.int
     """Rows the worker said it holds, in its newest result."""
     host: _builtins.str
-    """The host name that the newest worker there told, in a container its id; stays when it is lost. Empty: none was told."""
+    """The host name that the newest worker there gave, in a container its id; stays when it is lost. Empty: none was given."""
+    @_builtins.property
+    def features(self) -> _containers.RepeatedScalarFieldContainer[_worker_service_pb2.WorkerFeature.ValueType]:
+        """What the newest worker there can do beyond the messages that every worker of its revision takes."""
+
     def __init__(
         self,
         *,
         rank: _builtins.str = ...,
-        state: _builtins.str = ...,
+        state: Global___RankState.ValueType = ...,
         cause: _builtins.str = ...,
         epoch: _builtins.int = ...,
         num_running: _builtins.int = ...,
@@ -145,10 +195,11 @@ class RankStatus(_message.Message):
         acked_step_seq: _builtins.int = ...,
         num_rows_held: _builtins.int = ...,
         host: _builtins.str = ...,
+        features: _abc.Iterable[_worker_service_pb2.WorkerFeature.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_step_seq", b"acked_step_seq", "cause", b"cause", "epoch", b"epoch", "host", b"host", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_parked_blocks", b"num_parked_blocks", "num_rows_held", b"num_rows_held", "num_running", b"num_running", "rank", b"rank", "sent_step_seq", b"sent_step_seq", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_step_seq", b"acked_step_seq", "cause", b"cause", "epoch", b"epoch", "features", b"features", "host", b"host", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_parked_blocks", b"num_parked_blocks", "num_rows_held", b"num_rows_held", "num_running", b"num_running", "rank", b"rank", "sent_step_seq", b"sent_step_seq", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,50 +22,46 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from stepfence.v1 import model_pb2 as stepfence_dot_v1_dot_model__pb2
 from stepfence.v1 import sampling_pb2 as stepfence_dot_v1_dot_sampling__pb2
+from stepfence.v1 import usage_pb2 as stepfence_dot_v1_dot_usage__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%stepfence/v1/generation_service.proto\x12\x0cstepfence.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18stepfence/v1/model.proto\x1a\x1bstepfence/v1/sampling.proto\"\xf5\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.stepfence.v1.TokenIdsH\x00\x12\"\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x12.stepfence.v1.ChatH\x00\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.stepfence.v1.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\r\n\x05model\x18\x08 \x01(\tB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"3\n\x04\x43hat\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.stepfence.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x99\x01\n\x10GenerateResponse\x12*\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x16.stepfence.v1.AcceptedH\x00\x12$\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x13.stepfence.v1.DeltaH\x00\x12*\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x16.stepfence.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"9\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\"7\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"\xa4\x01\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\r\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.stepfence.v1.FinishReason\x12\"\n\x05usage\x18\x03 \x01(\x0b\x32\x13.stepfence.v1.Usage\x12\x17\n\rstop_token_id\x18\x04 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x05 \x01(\tH\x00\x42\t\n\x07matched\"\xed\x01\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1d\n\x15num_completion_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\r\x12\x1d\n\x15num_recomputed_tokens\x18\x05 \x01(\r\x12)\n\x06queued\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tpreempted\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"A\n\x0f\x43ompleteRequest\x12.\n\x07request\x18\x01 \x01(\x0b\x32\x1d.stepfence.v1.GenerateRequest\"\xd2\x01\n\x10\x43ompleteResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\x06reason\x18\x04 \x01(\x0e\x32\x1a.stepfence.v1.FinishReason\x12\"\n\x05usage\x18\x05 \x01(\x0b\x32\x13.stepfence.v1.Usage\x12\x17\n\rstop_token_id\x18\x06 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x07 \x01(\tH\x00\x42\t\n\x07matched\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x11\n\x0fGetModelRequest\":\n\x10GetModelResponse\x12&\n\x05model\x18\x01 \x01(\x0b\x32\x17.stepfence.v1.ModelInfo*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xb8\x02\n\x11GenerationService\x12K\n\x08Generate\x12\x1d.stepfence.v1.GenerateRequest\x1a\x1e.stepfence.v1.GenerateResponse0\x01\x12I\n\x08\x43omplete\x12\x1d.stepfence.v1.CompleteRequest\x1a\x1e.stepfence.v1.CompleteResponse\x12@\n\x05\x41\x62ort\x12\x1a.stepfence.v1.AbortRequest\x1a\x1b.stepfence.v1.AbortResponse\x12I\n\x08GetModel\x12\x1d.stepfence.v1.GetModelRequest\x1a\x1e.stepfence.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%stepfence/v1/generation_service.proto\x12\x0cstepfence.v1\x1a\x18stepfence/v1/model.proto\x1a\x1bstepfence/v1/sampling.proto\x1a\x18stepfence/v1/usage.proto\"\xf5\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.stepfence.v1.TokenIdsH\x00\x12\"\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x12.stepfence.v1.ChatH\x00\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.stepfence.v1.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\r\n\x05model\x18\x08 \x01(\tB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"3\n\x04\x43hat\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.stepfence.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x99\x01\n\x10GenerateResponse\x12*\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x16.stepfence.v1.AcceptedH\x00\x12$\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x13.stepfence.v1.DeltaH\x00\x12*\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x16.stepfence.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"9\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\"7\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"\xa4\x01\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\r\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.stepfence.v1.FinishReason\x12\"\n\x05usage\x18\x03 \x01(\x0b\x32\x13.stepfence.v1.Usage\x12\x17\n\rstop_token_id\x18\x04 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x05 \x01(\tH\x00\x42\t\n\x07matched\"A\n\x0f\x43ompleteRequest\x12.\n\x07request\x18\x01 \x01(\x0b\x32\x1d.stepfence.v1.GenerateRequest\"\xd2\x01\n\x10\x43ompleteResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\x06reason\x18\x04 \x01(\x0e\x32\x1a.stepfence.v1.FinishReason\x12\"\n\x05usage\x18\x05 \x01(\x0b\x32\x13.stepfence.v1.Usage\x12\x17\n\rstop_token_id\x18\x06 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x07 \x01(\tH\x00\x42\t\n\x07matched\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x11\n\x0fGetModelRequest\":\n\x10GetModelResponse\x12&\n\x05model\x18\x01 \x01(\x0b\x32\x17.stepfence.v1.ModelInfo2\xb8\x02\n\x11GenerationService\x12K\n\x08Generate\x12\x1d.stepfence.v1.GenerateRequest\x1a\x1e.stepfence.v1.GenerateResponse0\x01\x12I\n\x08\x43omplete\x12\x1d.stepfence.v1.CompleteRequest\x1a\x1e.stepfence.v1.CompleteResponse\x12@\n\x05\x41\x62ort\x12\x1a.stepfence.v1.AbortRequest\x1a\x1b.stepfence.v1.AbortResponse\x12I\n\x08GetModel\x12\x1d.stepfence.v1.GetModelRequest\x1a\x1e.stepfence.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stepfence.v1.generation_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1605
-  _globals['_FINISHREASON']._serialized_end=1700
-  _globals['_GENERATEREQUEST']._serialized_start=143
-  _globals['_GENERATEREQUEST']._serialized_end=388
-  _globals['_TOKENIDS']._serialized_start=390
-  _globals['_TOKENIDS']._serialized_end=413
-  _globals['_CHAT']._serialized_start=415
-  _globals['_CHAT']._serialized_end=466
-  _globals['_CHATMESSAGE']._serialized_start=468
-  _globals['_CHATMESSAGE']._serialized_end=512
-  _globals['_GENERATERESPONSE']._serialized_start=515
-  _globals['_GENERATERESPONSE']._serialized_end=668
-  _globals['_ACCEPTED']._serialized_start=670
-  _globals['_ACCEPTED']._serialized_end=727
-  _globals['_DELTA']._serialized_start=729
-  _globals['_DELTA']._serialized_end=784
-  _globals['_FINISHED']._serialized_start=787
-  _globals['_FINISHED']._serialized_end=951
-  _globals['_USAGE']._serialized_start=954
-  _globals['_USAGE']._serialized_end=1191
-  _globals['_COMPLETEREQUEST']._serialized_start=1193
-  _globals['_COMPLETEREQUEST']._serialized_end=1258
-  _globals['_COMPLETERESPONSE']._serialized_start=1261
-  _globals['_COMPLETERESPONSE']._serialized_end=1471
-  _globals['_ABORTREQUEST']._serialized_start=1473
-  _globals['_ABORTREQUEST']._serialized_end=1507
-  _globals['_ABORTRESPONSE']._serialized_start=1509
-  _globals['_ABORTRESPONSE']._serialized_end=1524
-  _globals['_GETMODELREQUEST']._serialized_start=1526
-  _globals['_GETMODELREQUEST']._serialized_end=1543
-  _globals['_GETMODELRESPONSE']._serialized_start=1545
-  _globals['_GETMODELRESPONSE']._serialized_end=1603
-  _globals['_GENERATIONSERVICE']._serialized_start=1703
-  _globals['_GENERATIONSERVICE']._serialized_end=2015
+  _globals['_GENERATEREQUEST']._serialized_start=137
+  _globals['_GENERATEREQUEST']._serialized_end=382
+  _globals['_TOKENIDS']._serialized_start=384
+  _globals['_TOKENIDS']._serialized_end=407
+  _globals['_CHAT']._serialized_start=409
+  _globals['_CHAT']._serialized_end=460
+  _globals['_CHATMESSAGE']._serialized_start=462
+  _globals['_CHATMESSAGE']._serialized_end=506
+  _globals['_GENERATERESPONSE']._serialized_start=509
+  _globals['_GENERATERESPONSE']._serialized_end=662
+  _globals['_ACCEPTED']._serialized_start=664
+  _globals['_ACCEPTED']._serialized_end=721
+  _globals['_DELTA']._serialized_start=723
+  _globals['_DELTA']._serialized_end=778
+  _globals['_FINISHED']._serialized_start=781
+  _globals['_FINISHED']._serialized_end=945
+  _globals['_COMPLETEREQUEST']._serialized_start=947
+  _globals['_COMPLETEREQUEST']._serialized_end=1012
+  _globals['_COMPLETERESPONSE']._serialized_start=1015
+  _globals['_COMPLETERESPONSE']._serialized_end=1225
+  _globals['_ABORTREQUEST']._serialized_start=1227
+  _globals['_ABORTREQUEST']._serialized_end=1261
+  _globals['_ABORTRESPONSE']._serialized_start=1263
+  _globals['_ABORTRESPONSE']._serialized_end=1278
+  _globals['_GETMODELREQUEST']._serialized_start=1280
+  _globals['_GETMODELREQUEST']._serialized_end=1297
+  _globals['_GETMODELRESPONSE']._serialized_start=1299
+  _globals['_GETMODELRESPONSE']._serialized_end=1357
+  _globals['_GENERATIONSERVICE']._serialized_start=1360
+  _globals['_GENERATIONSERVICE']._serialized_end=1672
 # @@protoc_insertion_point(module_scope)

@@ -5,12 +5,11 @@ isort:skip_file
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
-from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from stepfence.v1 import model_pb2 as _model_pb2
 from stepfence.v1 import sampling_pb2 as _sampling_pb2
+from stepfence.v1 import usage_pb2 as _usage_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -21,27 +20,6 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class _FinishReason:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
-    FINISH_REASON_STOP: _FinishReason.ValueType  # 1
-    """A stop id, an end-of-sequence id or a stop string."""
-    FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
-    """max_tokens, the model's length, or the pool's."""
-
-class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
-
-FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
-FINISH_REASON_STOP: FinishReason.ValueType  # 1
-"""A stop id, an end-of-sequence id or a stop string."""
-FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
-"""max_tokens, the model's length, or the pool's."""
-Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
@@ -224,7 +202,7 @@ class Delta(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Choice index; always 0 for now."""
+    """Choice index, from 0; see ResolvedSampling.choice_index. Always 0 while one request makes one choice."""
     text: _builtins.str
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -253,19 +231,19 @@ class Finished(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     STOP_STRING_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    reason: Global___FinishReason.ValueType
+    reason: _usage_pb2.FinishReason.ValueType
     stop_token_id: _builtins.int
     """The stop or end-of-sequence id that was sampled."""
     stop_string: _builtins.str
     """The stop string that appeared."""
     @_builtins.property
-    def usage(self) -> Global___Usage: ...
+    def usage(self) -> _usage_pb2.Usage: ...
     def __init__(
         self,
         *,
         index: _builtins.int = ...,
-        reason: Global___FinishReason.ValueType = ...,
-        usage: Global___Usage | None = ...,
+        reason: _usage_pb2.FinishReason.ValueType = ...,
+        usage: _usage_pb2.Usage | None = ...,
         stop_token_id: _builtins.int = ...,
         stop_string: _builtins.str = ...,
     ) -> None: ...
@@ -278,57 +256,6 @@ class Finished(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_matched) -> _WhichOneofReturnType_matched | None: ...
 
 Global___Finished: _TypeAlias = Finished  # noqa: Y015
-
-@_typing.final
-class Usage(_message.Message):
-    """What the request cost. Tokens after a stop string are neither delivered nor counted."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
-    NUM_COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
-    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
-    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
-    NUM_RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
-    QUEUED_FIELD_NUMBER: _builtins.int
-    PREEMPTED_FIELD_NUMBER: _builtins.int
-    num_prompt_tokens: _builtins.int
-    num_completion_tokens: _builtins.int
-    """Counts the stop or end-of-sequence token, when one was sampled."""
-    num_cached_tokens: _builtins.int
-    """Prompt tokens found in the prefix cache at the first admission."""
-    num_preemptions: _builtins.int
-    """Times it was taken off a worker: for want of blocks, by a reset of the prefix cache, or because the worker was lost or
-    drained.
-    """
-    num_recomputed_tokens: _builtins.int
-    """Tokens computed again after preemptions or the loss of a worker."""
-    @_builtins.property
-    def queued(self) -> _duration_pb2.Duration:
-        """From submission to the first admission."""
-
-    @_builtins.property
-    def preempted(self) -> _duration_pb2.Duration:
-        """Time spent preempted, waiting to be resumed; after the loss of a worker, from its last result."""
-
-    def __init__(
-        self,
-        *,
-        num_prompt_tokens: _builtins.int = ...,
-        num_completion_tokens: _builtins.int = ...,
-        num_cached_tokens: _builtins.int = ...,
-        num_preemptions: _builtins.int = ...,
-        num_recomputed_tokens: _builtins.int = ...,
-        queued: _duration_pb2.Duration | None = ...,
-        preempted: _duration_pb2.Duration | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["preempted", b"preempted", "queued", b"queued"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_completion_tokens", b"num_completion_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_recomputed_tokens", b"num_recomputed_tokens", "preempted", b"preempted", "queued", b"queued"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class CompleteRequest(_message.Message):
@@ -363,21 +290,21 @@ class CompleteResponse(_message.Message):
     STOP_STRING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     text: _builtins.str
-    reason: Global___FinishReason.ValueType
+    reason: _usage_pb2.FinishReason.ValueType
     stop_token_id: _builtins.int
     stop_string: _builtins.str
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def usage(self) -> Global___Usage: ...
+    def usage(self) -> _usage_pb2.Usage: ...
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        reason: Global___FinishReason.ValueType = ...,
-        usage: Global___Usage | None = ...,
+        reason: _usage_pb2.FinishReason.ValueType = ...,
+        usage: _usage_pb2.Usage | None = ...,
         stop_token_id: _builtins.int = ...,
         stop_string: _builtins.str = ...,
     ) -> None: ...

@@ -129,6 +129,7 @@ class ResolvedSampling(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CHOICE_INDEX_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 = greedy."""
     top_p: _builtins.float
@@ -142,7 +143,9 @@ class ResolvedSampling(_message.Message):
     min_tokens: _builtins.int
     """Workers mask eos_token_ids and stop_token_ids while the output index is below this."""
     seed: _builtins.int
-    """RNG streams are keyed by (seed, choice index, output index), never by draw order."""
+    """Random numbers are keyed by (seed, choice_index, output index), never by the order of draws."""
+    choice_index: _builtins.int
+    """Which of the choices of one client request this is, from 0. Choices of the same seed differ by it."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All end-of-sequence ids that end this request (empty when the client said ignore_eos)."""
@@ -163,10 +166,11 @@ class ResolvedSampling(_message.Message):
         seed: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        choice_index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "eos_token_ids", b"eos_token_ids", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

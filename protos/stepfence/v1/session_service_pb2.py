@@ -23,12 +23,12 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
-from stepfence.v1 import generation_service_pb2 as stepfence_dot_v1_dot_generation__service__pb2
 from stepfence.v1 import model_pb2 as stepfence_dot_v1_dot_model__pb2
 from stepfence.v1 import sampling_pb2 as stepfence_dot_v1_dot_sampling__pb2
+from stepfence.v1 import usage_pb2 as stepfence_dot_v1_dot_usage__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"stepfence/v1/session_service.proto\x12\x0cstepfence.v1\x1a\x1egoogle/protobuf/duration.proto\x1a%stepfence/v1/generation_service.proto\x1a\x18stepfence/v1/model.proto\x1a\x1bstepfence/v1/sampling.proto\"\xc8\x01\n\rAttachRequest\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x13.stepfence.v1.Hello\x12%\n\x07submits\x18\x02 \x03(\x0b\x32\x14.stepfence.v1.Submit\x12%\n\x07\x63\x61ncels\x18\x03 \x03(\x0b\x32\x14.stepfence.v1.Cancel\x12+\n\ntext_ended\x18\x04 \x03(\x0b\x32\x17.stepfence.v1.TextEnded\x12\x18\n\x10num_live_streams\x18\x05 \x01(\r\"8\n\x05Hello\x12\x14\n\x0c\x66ront_end_id\x18\x01 \x01(\t\x12\x19\n\x11protocol_revision\x18\x02 \x01(\r\"\xca\x01\n\x06Submit\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12\x30\n\x08sampling\x18\x04 \x01(\x0b\x32\x1e.stepfence.v1.ResolvedSampling\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12*\n\x07timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"D\n\x06\x43\x61ncel\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.stepfence.v1.CancelReason\"/\n\tTextEnded\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\"\xe7\x02\n\x0e\x41ttachResponse\x12(\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x16.stepfence.v1.Attached\x12.\n\x08\x61\x63\x63\x65pted\x18\x02 \x03(\x0b\x32\x1c.stepfence.v1.SubmitAccepted\x12,\n\x07refused\x18\x03 \x03(\x0b\x32\x1b.stepfence.v1.SubmitRefused\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x1a.stepfence.v1.TokenColumns\x12)\n\x05\x65nded\x18\x05 \x03(\x0b\x32\x1a.stepfence.v1.RequestEnded\x12\x31\n\rmodel_changed\x18\x06 \x01(\x0b\x32\x1a.stepfence.v1.ModelChanged\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x31\n\treadiness\x18\x08 \x01(\x0b\x32\x1e.stepfence.v1.ReadinessChanged\"0\n\x10ReadinessChanged\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\"T\n\x08\x41ttached\x12\x1d\n\x15scheduler_incarnation\x18\x01 \x01(\x06\x12\x19\n\x11protocol_revision\x18\x02 \x01(\r\x12\x0e\n\x06policy\x18\x03 \x01(\t\"4\n\x0eSubmitAccepted\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\"G\n\rSubmitRefused\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12&\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x15.stepfence.v1.Failure\"B\n\x0cTokenColumns\x12\x0f\n\x07handles\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\"\x9c\x01\n\x0cRequestEnded\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12#\n\x02ok\x18\x02 \x01(\x0b\x32\x15.stepfence.v1.EndedOkH\x00\x12(\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x15.stepfence.v1.FailureH\x00\x12\"\n\x05usage\x18\x04 \x01(\x0b\x32\x13.stepfence.v1.UsageB\t\n\x07outcome\"c\n\x07\x45ndedOk\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.stepfence.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"\xd0\x01\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x35\n\x08metadata\x18\x04 \x03(\x0b\x32#.stepfence.v1.Failure.MetadataEntry\x12.\n\x0bretry_after\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"6\n\x0cModelChanged\x12&\n\x05model\x18\x01 \x01(\x0b\x32\x17.stepfence.v1.ModelInfo\"\x1f\n\x1dSessionServiceGetModelRequest\"H\n\x1eSessionServiceGetModelResponse\x12&\n\x05model\x18\x01 \x01(\x0b\x32\x17.stepfence.v1.ModelInfo\"#\n!SessionServiceGetTokenizerRequest\"Q\n\"SessionServiceGetTokenizerResponse\x12+\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1c.stepfence.v1.TokenizerChunk*\xa1\x01\n\x0c\x43\x61ncelReason\x12\x1d\n\x19\x43\x41NCEL_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x43\x41NCEL_REASON_CLIENT_GONE\x10\x01\x12\x19\n\x15\x43\x41NCEL_REASON_ABORTED\x10\x02\x12\x1d\n\x19\x43\x41NCEL_REASON_SLOW_READER\x10\x03\x12\x19\n\x15\x43\x41NCEL_REASON_DRAINED\x10\x04\x32\xb5\x02\n\x0eSessionService\x12G\n\x06\x41ttach\x12\x1b.stepfence.v1.AttachRequest\x1a\x1c.stepfence.v1.AttachResponse(\x01\x30\x01\x12\x65\n\x08GetModel\x12+.stepfence.v1.SessionServiceGetModelRequest\x1a,.stepfence.v1.SessionServiceGetModelResponse\x12s\n\x0cGetTokenizer\x12/.stepfence.v1.SessionServiceGetTokenizerRequest\x1a\x30.stepfence.v1.SessionServiceGetTokenizerResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"stepfence/v1/session_service.proto\x12\x0cstepfence.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18stepfence/v1/model.proto\x1a\x1bstepfence/v1/sampling.proto\x1a\x18stepfence/v1/usage.proto\"\xc8\x01\n\rAttachRequest\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x13.stepfence.v1.Hello\x12%\n\x07submits\x18\x02 \x03(\x0b\x32\x14.stepfence.v1.Submit\x12%\n\x07\x63\x61ncels\x18\x03 \x03(\x0b\x32\x14.stepfence.v1.Cancel\x12+\n\ntext_ended\x18\x04 \x03(\x0b\x32\x17.stepfence.v1.TextEnded\x12\x18\n\x10num_live_streams\x18\x05 \x01(\r\"\xa4\x01\n\x05Hello\x12\x14\n\x0c\x66ront_end_id\x18\x01 \x01(\t\x12\x19\n\x11protocol_revision\x18\x02 \x01(\r\x12\x37\n\x11required_features\x18\x03 \x03(\x0e\x32\x1c.stepfence.v1.SessionFeature\x12\x1d\n\x15\x66ront_end_incarnation\x18\x04 \x01(\x06\x12\x12\n\nattach_seq\x18\x05 \x01(\x04\"\x8c\x02\n\x06Submit\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12\x30\n\x08sampling\x18\x04 \x01(\x0b\x32\x1e.stepfence.v1.ResolvedSampling\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12*\n\x07timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10output_token_ids\x18\x08 \x01(\x0c\x12&\n\x03\x61ge\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\"D\n\x06\x43\x61ncel\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.stepfence.v1.CancelReason\"/\n\tTextEnded\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\"\xe7\x02\n\x0e\x41ttachResponse\x12(\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x16.stepfence.v1.Attached\x12.\n\x08\x61\x63\x63\x65pted\x18\x02 \x03(\x0b\x32\x1c.stepfence.v1.SubmitAccepted\x12,\n\x07refused\x18\x03 \x03(\x0b\x32\x1b.stepfence.v1.SubmitRefused\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x1a.stepfence.v1.TokenColumns\x12)\n\x05\x65nded\x18\x05 \x03(\x0b\x32\x1a.stepfence.v1.RequestEnded\x12\x31\n\rmodel_changed\x18\x06 \x01(\x0b\x32\x1a.stepfence.v1.ModelChanged\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x31\n\treadiness\x18\x08 \x01(\x0b\x32\x1e.stepfence.v1.ReadinessChanged\"0\n\x10ReadinessChanged\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\"\x82\x01\n\x08\x41ttached\x12\x1d\n\x15scheduler_incarnation\x18\x01 \x01(\x06\x12\x19\n\x11protocol_revision\x18\x02 \x01(\r\x12.\n\x08\x66\x65\x61tures\x18\x03 \x03(\x0e\x32\x1c.stepfence.v1.SessionFeature\x12\x0c\n\x04term\x18\x04 \x01(\x04\"4\n\x0eSubmitAccepted\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\"G\n\rSubmitRefused\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12&\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x15.stepfence.v1.Failure\"B\n\x0cTokenColumns\x12\x0f\n\x07handles\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\"\x9c\x01\n\x0cRequestEnded\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12#\n\x02ok\x18\x02 \x01(\x0b\x32\x15.stepfence.v1.EndedOkH\x00\x12(\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x15.stepfence.v1.FailureH\x00\x12\"\n\x05usage\x18\x04 \x01(\x0b\x32\x13.stepfence.v1.UsageB\t\n\x07outcome\"c\n\x07\x45ndedOk\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.stepfence.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"\xd0\x01\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x35\n\x08metadata\x18\x04 \x03(\x0b\x32#.stepfence.v1.Failure.MetadataEntry\x12.\n\x0bretry_after\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"6\n\x0cModelChanged\x12&\n\x05model\x18\x01 \x01(\x0b\x32\x17.stepfence.v1.ModelInfo\"\x1f\n\x1dSessionServiceGetModelRequest\"H\n\x1eSessionServiceGetModelResponse\x12&\n\x05model\x18\x01 \x01(\x0b\x32\x17.stepfence.v1.ModelInfo\"#\n!SessionServiceGetTokenizerRequest\"Q\n\"SessionServiceGetTokenizerResponse\x12+\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1c.stepfence.v1.TokenizerChunk*m\n\x0eSessionFeature\x12\x1f\n\x1bSESSION_FEATURE_UNSPECIFIED\x10\x00\x12\x1c\n\x18SESSION_FEATURE_PRIORITY\x10\x01\x12\x1c\n\x18SESSION_FEATURE_RESUBMIT\x10\x02*\xa1\x01\n\x0c\x43\x61ncelReason\x12\x1d\n\x19\x43\x41NCEL_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x43\x41NCEL_REASON_CLIENT_GONE\x10\x01\x12\x19\n\x15\x43\x41NCEL_REASON_ABORTED\x10\x02\x12\x1d\n\x19\x43\x41NCEL_REASON_SLOW_READER\x10\x03\x12\x19\n\x15\x43\x41NCEL_REASON_DRAINED\x10\x04\x32\xb5\x02\n\x0eSessionService\x12G\n\x06\x41ttach\x12\x1b.stepfence.v1.AttachRequest\x1a\x1c.stepfence.v1.AttachResponse(\x01\x30\x01\x12\x65\n\x08GetModel\x12+.stepfence.v1.SessionServiceGetModelRequest\x1a,.stepfence.v1.SessionServiceGetModelResponse\x12s\n\x0cGetTokenizer\x12/.stepfence.v1.SessionServiceGetTokenizerRequest\x1a\x30.stepfence.v1.SessionServiceGetTokenizerResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,48 +37,50 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_FAILURE_METADATAENTRY']._loaded_options = None
   _globals['_FAILURE_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_CANCELREASON']._serialized_start=2211
-  _globals['_CANCELREASON']._serialized_end=2372
-  _globals['_ATTACHREQUEST']._serialized_start=179
-  _globals['_ATTACHREQUEST']._serialized_end=379
-  _globals['_HELLO']._serialized_start=381
-  _globals['_HELLO']._serialized_end=437
-  _globals['_SUBMIT']._serialized_start=440
-  _globals['_SUBMIT']._serialized_end=642
-  _globals['_CANCEL']._serialized_start=644
-  _globals['_CANCEL']._serialized_end=712
-  _globals['_TEXTENDED']._serialized_start=714
-  _globals['_TEXTENDED']._serialized_end=761
-  _globals['_ATTACHRESPONSE']._serialized_start=764
-  _globals['_ATTACHRESPONSE']._serialized_end=1123
-  _globals['_READINESSCHANGED']._serialized_start=1125
-  _globals['_READINESSCHANGED']._serialized_end=1173
-  _globals['_ATTACHED']._serialized_start=1175
-  _globals['_ATTACHED']._serialized_end=1259
-  _globals['_SUBMITACCEPTED']._serialized_start=1261
-  _globals['_SUBMITACCEPTED']._serialized_end=1313
-  _globals['_SUBMITREFUSED']._serialized_start=1315
-  _globals['_SUBMITREFUSED']._serialized_end=1386
-  _globals['_TOKENCOLUMNS']._serialized_start=1388
-  _globals['_TOKENCOLUMNS']._serialized_end=1454
-  _globals['_REQUESTENDED']._serialized_start=1457
-  _globals['_REQUESTENDED']._serialized_end=1613
-  _globals['_ENDEDOK']._serialized_start=1615
-  _globals['_ENDEDOK']._serialized_end=1714
-  _globals['_FAILURE']._serialized_start=1717
-  _globals['_FAILURE']._serialized_end=1925
-  _globals['_FAILURE_METADATAENTRY']._serialized_start=1878
-  _globals['_FAILURE_METADATAENTRY']._serialized_end=1925
-  _globals['_MODELCHANGED']._serialized_start=1927
-  _globals['_MODELCHANGED']._serialized_end=1981
-  _globals['_SESSIONSERVICEGETMODELREQUEST']._serialized_start=1983
-  _globals['_SESSIONSERVICEGETMODELREQUEST']._serialized_end=2014
-  _globals['_SESSIONSERVICEGETMODELRESPONSE']._serialized_start=2016
-  _globals['_SESSIONSERVICEGETMODELRESPONSE']._serialized_end=2088
-  _globals['_SESSIONSERVICEGETTOKENIZERREQUEST']._serialized_start=2090
-  _globals['_SESSIONSERVICEGETTOKENIZERREQUEST']._serialized_end=2125
-  _globals['_SESSIONSERVICEGETTOKENIZERRESPONSE']._serialized_start=2127
-  _globals['_SESSIONSERVICEGETTOKENIZERRESPONSE']._serialized_end=2208
-  _globals['_SESSIONSERVICE']._serialized_start=2375
-  _globals['_SESSIONSERVICE']._serialized_end=2684
+  _globals['_SESSIONFEATURE']._serialized_start=2419
+  _globals['_SESSIONFEATURE']._serialized_end=2528
+  _globals['_CANCELREASON']._serialized_start=2531
+  _globals['_CANCELREASON']._serialized_end=2692
+  _globals['_ATTACHREQUEST']._serialized_start=166
+  _globals['_ATTACHREQUEST']._serialized_end=366
+  _globals['_HELLO']._serialized_start=369
+  _globals['_HELLO']._serialized_end=533
+  _globals['_SUBMIT']._serialized_start=536
+  _globals['_SUBMIT']._serialized_end=804
+  _globals['_CANCEL']._serialized_start=806
+  _globals['_CANCEL']._serialized_end=874
+  _globals['_TEXTENDED']._serialized_start=876
+  _globals['_TEXTENDED']._serialized_end=923
+  _globals['_ATTACHRESPONSE']._serialized_start=926
+  _globals['_ATTACHRESPONSE']._serialized_end=1285
+  _globals['_READINESSCHANGED']._serialized_start=1287
+  _globals['_READINESSCHANGED']._serialized_end=1335
+  _globals['_ATTACHED']._serialized_start=1338
+  _globals['_ATTACHED']._serialized_end=1468
+  _globals['_SUBMITACCEPTED']._serialized_start=1470
+  _globals['_SUBMITACCEPTED']._serialized_end=1522
+  _globals['_SUBMITREFUSED']._serialized_start=1524
+  _globals['_SUBMITREFUSED']._serialized_end=1595
+  _globals['_TOKENCOLUMNS']._serialized_start=1597
+  _globals['_TOKENCOLUMNS']._serialized_end=1663
+  _globals['_REQUESTENDED']._serialized_start=1666
+  _globals['_REQUESTENDED']._serialized_end=1822
+  _globals['_ENDEDOK']._serialized_start=1824
+  _globals['_ENDEDOK']._serialized_end=1923
+  _globals['_FAILURE']._serialized_start=1926
+  _globals['_FAILURE']._serialized_end=2134
+  _globals['_FAILURE_METADATAENTRY']._serialized_start=2087
+  _globals['_FAILURE_METADATAENTRY']._serialized_end=2134
+  _globals['_MODELCHANGED']._serialized_start=2136
+  _globals['_MODELCHANGED']._serialized_end=2190
+  _globals['_SESSIONSERVICEGETMODELREQUEST']._serialized_start=2192
+  _globals['_SESSIONSERVICEGETMODELREQUEST']._serialized_end=2223
+  _globals['_SESSIONSERVICEGETMODELRESPONSE']._serialized_start=2225
+  _globals['_SESSIONSERVICEGETMODELRESPONSE']._serialized_end=2297
+  _globals['_SESSIONSERVICEGETTOKENIZERREQUEST']._serialized_start=2299
+  _globals['_SESSIONSERVICEGETTOKENIZERREQUEST']._serialized_end=2334
+  _globals['_SESSIONSERVICEGETTOKENIZERRESPONSE']._serialized_start=2336
+  _globals['_SESSIONSERVICEGETTOKENIZERRESPONSE']._serialized_end=2417
+  _globals['_SESSIONSERVICE']._serialized_start=2695
+  _globals['_SESSIONSERVICE']._serialized_end=3004
 # @@protoc_insertion_point(module_scope)

@@ -9,9 +9,9 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
-from stepfence.v1 import generation_service_pb2 as _generation_service_pb2
 from stepfence.v1 import model_pb2 as _model_pb2
 from stepfence.v1 import sampling_pb2 as _sampling_pb2
+from stepfence.v1 import usage_pb2 as _usage_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -22,6 +22,30 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _SessionFeature:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SessionFeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SessionFeature.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SESSION_FEATURE_UNSPECIFIED: _SessionFeature.ValueType  # 0
+    SESSION_FEATURE_PRIORITY: _SessionFeature.ValueType  # 1
+    """Submit.priority may differ from 0."""
+    SESSION_FEATURE_RESUBMIT: _SessionFeature.ValueType  # 2
+    """A request that had begun on another stream may be submitted again with Submit.output_token_ids."""
+
+class SessionFeature(_SessionFeature, metaclass=_SessionFeatureEnumTypeWrapper):
+    """What a scheduler can do beyond the messages that every scheduler of its revision takes. Numbers that a front end does not
+    know are ignored.
+    """
+
+SESSION_FEATURE_UNSPECIFIED: SessionFeature.ValueType  # 0
+SESSION_FEATURE_PRIORITY: SessionFeature.ValueType  # 1
+"""Submit.priority may differ from 0."""
+SESSION_FEATURE_RESUBMIT: SessionFeature.ValueType  # 2
+"""A request that had begun on another stream may be submitted again with Submit.output_token_ids."""
+Global___SessionFeature: _TypeAlias = SessionFeature  # noqa: Y015
 
 class _CancelReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -98,18 +122,35 @@ class Hello(_message.Message):
 
     FRONT_END_ID_FIELD_NUMBER: _builtins.int
     PROTOCOL_REVISION_FIELD_NUMBER: _builtins.int
+    REQUIRED_FEATURES_FIELD_NUMBER: _builtins.int
+    FRONT_END_INCARNATION_FIELD_NUMBER: _builtins.int
+    ATTACH_SEQ_FIELD_NUMBER: _builtins.int
     front_end_id: _builtins.str
     """Shown in GetStatus and in logs."""
     protocol_revision: _builtins.int
+    """Revision of these messages that the front end speaks; see Attached.protocol_revision."""
+    front_end_incarnation: _builtins.int
+    """Random, drawn at the front end's start. With attach_seq it says which of two streams of one front end is the newer one."""
+    attach_seq: _builtins.int
+    """Counts the attaches of one incarnation, from 1."""
+    @_builtins.property
+    def required_features(self) -> _containers.RepeatedScalarFieldContainer[Global___SessionFeature.ValueType]:
+        """What the front end needs of the scheduler. A scheduler that does not have one of them, or does not know its number,
+        ends the stream FAILED_PRECONDITION / FEATURE_NOT_SUPPORTED.
+        """
+
     def __init__(
         self,
         *,
         front_end_id: _builtins.str = ...,
         protocol_revision: _builtins.int = ...,
+        required_features: _abc.Iterable[Global___SessionFeature.ValueType] | None = ...,
+        front_end_incarnation: _builtins.int = ...,
+        attach_seq: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["front_end_id", b"front_end_id", "protocol_revision", b"protocol_revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_seq", b"attach_seq", "front_end_id", b"front_end_id", "front_end_incarnation", b"front_end_incarnation", "protocol_revision", b"protocol_revision", "required_features", b"required_features"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -128,6 +169,8 @@ class Submit(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Chosen by the front end, unique among its requests that have not ended. Stands for the request in every column."""
     request_id: _builtins.str
@@ -136,11 +179,21 @@ class Submit(_message.Message):
     """Prompt as little-endian int32 token ids, at least one."""
     priority: _builtins.int
     cache_salt: _builtins.str
+    output_token_ids: _builtins.bytes
+    """Output ids that the front end has received on an earlier stream, as little-endian int32; empty for a new request. Needs
+    SESSION_FEATURE_RESUBMIT; without it the request is refused INVALID_ARGUMENT / FEATURE_NOT_SUPPORTED.
+    """
     @_builtins.property
     def sampling(self) -> _sampling_pb2.ResolvedSampling: ...
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
         """Time left until the client's deadline. Unset: none."""
+
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """Time since the client's request was first accepted; it gives the request its place in the queue. With output_token_ids
+        only.
+        """
 
     def __init__(
         self,
@@ -152,10 +205,12 @@ class Submit(_message.Message):
         priority: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
         timeout: _duration_pb2.Duration | None = ...,
+        output_token_ids: _builtins.bytes = ...,
+        age: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "timeout", b"timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "sampling", b"sampling", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "handle", b"handle", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "cache_salt", b"cache_salt", "handle", b"handle", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -303,22 +358,32 @@ class Attached(_message.Message):
 
     SCHEDULER_INCARNATION_FIELD_NUMBER: _builtins.int
     PROTOCOL_REVISION_FIELD_NUMBER: _builtins.int
-    POLICY_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     scheduler_incarnation: _builtins.int
-    """Drawn at the scheduler's start."""
+    """Random, drawn at the scheduler's start."""
     protocol_revision: _builtins.int
-    policy: _builtins.str
-    """"fcfs" or "priority"."""
+    """Revision of these messages that the scheduler speaks; this file is revision 2. Peers whose revisions differ by one work
+    together. Others are refused FAILED_PRECONDITION / PROTOCOL_REVISION; revision 1 was never released, and is refused by
+    every peer of a later one.
+    """
+    term: _builtins.int
+    """Orders schedulers of one deployment; see Open.term in worker_service.proto. 0: not given."""
+    @_builtins.property
+    def features(self) -> _containers.RepeatedScalarFieldContainer[Global___SessionFeature.ValueType]:
+        """What this scheduler can do. Numbers that a front end does not know are ignored."""
+
     def __init__(
         self,
         *,
         scheduler_incarnation: _builtins.int = ...,
         protocol_revision: _builtins.int = ...,
-        policy: _builtins.str = ...,
+        features: _abc.Iterable[Global___SessionFeature.ValueType] | None = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "protocol_revision", b"protocol_revision", "scheduler_incarnation", b"scheduler_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "protocol_revision", b"protocol_revision", "scheduler_incarnation", b"scheduler_incarnation", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -412,14 +477,14 @@ class RequestEnded(_message.Message):
     @_builtins.property
     def failure(self) -> Global___Failure: ...
     @_builtins.property
-    def usage(self) -> _generation_service_pb2.Usage: ...
+    def usage(self) -> _usage_pb2.Usage: ...
     def __init__(
         self,
         *,
         handle: _builtins.int = ...,
         ok: Global___EndedOk | None = ...,
         failure: Global___Failure | None = ...,
-        usage: _generation_service_pb2.Usage | None = ...,
+        usage: _usage_pb2.Usage | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "ok", b"ok", "outcome", b"outcome", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -437,13 +502,13 @@ class EndedOk(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
-    reason: _generation_service_pb2.FinishReason.ValueType
+    reason: _usage_pb2.FinishReason.ValueType
     stop_token_id: _builtins.int
     """Set when a stop or end-of-sequence id ended it."""
     def __init__(
         self,
         *,
-        reason: _generation_service_pb2.FinishReason.ValueType = ...,
+        reason: _usage_pb2.FinishReason.ValueType = ...,
         stop_token_id: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id"]  # noqa: Y015

@@ -25,25 +25,31 @@ _sym_db = _symbol_database.Default()
 from stepfence.v1 import sampling_pb2 as stepfence_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17stepfence/v1/step.proto\x12\x0cstepfence.v1\x1a\x1bstepfence/v1/sampling.proto\"\x81\x03\n\x0fSchedulerOutput\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08step_seq\x18\x02 \x01(\x04\x12\x11\n\tfence_seq\x18\x03 \x01(\x04\x12\x1a\n\x12processed_step_seq\x18\x04 \x01(\x04\x12.\n\x0cnew_requests\x18\x05 \x03(\x0b\x32\x18.stepfence.v1.NewRequest\x12\x0c\n\x04rows\x18\x06 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x07 \x01(\x0c\x12\x15\n\rappended_rows\x18\x08 \x01(\x0c\x12\x17\n\x0f\x61ppended_blocks\x18\t \x01(\x0c\x12\x1d\n\x15preempted_request_ids\x18\n \x03(\t\x12\x1c\n\x14\x66inished_request_ids\x18\x0b \x03(\t\x12\x32\n\x0e\x64\x65\x66\x65rred_frees\x18\x0c \x03(\x0b\x32\x1a.stepfence.v1.DeferredFree\x12\x12\n\nnum_drafts\x18\r \x01(\x0c\x12\x17\n\x0f\x64raft_token_ids\x18\x0e \x01(\x0c\"\xbf\x01\n\nNewRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0b\n\x03row\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x13\n\x0b\x62lock_table\x18\x04 \x01(\x0c\x12\x1b\n\x13num_computed_tokens\x18\x05 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x06 \x01(\r\x12\x30\n\x08sampling\x18\x07 \x01(\x0b\x32\x1e.stepfence.v1.ResolvedSampling\"r\n\x0c\x44\x65\x66\x65rredFree\x12\x11\n\tfence_seq\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\tblock_ids\x18\x03 \x01(\x0c\x12(\n\x06reason\x18\x04 \x01(\x0e\x32\x18.stepfence.v1.FreeReason\"\xc7\x01\n\nStepResult\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08step_seq\x18\x02 \x01(\x04\x12\x19\n\x11sampled_token_ids\x18\x03 \x01(\x0c\x12\x16\n\x0esampled_counts\x18\x04 \x01(\x0c\x12\x15\n\rnum_rows_held\x18\x05 \x01(\r\x12\x11\n\tstaged_us\x18\x06 \x01(\x04\x12\x13\n\x0b\x65xecuted_us\x18\x07 \x01(\x04\x12&\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x17.stepfence.v1.StepError\"G\n\tStepError\x12)\n\x04kind\x18\x01 \x01(\x0e\x32\x1b.stepfence.v1.StepErrorKind\x12\x0f\n\x07message\x18\x02 \x01(\t*w\n\nFreeReason\x12\x1b\n\x17\x46REE_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46REE_REASON_FINISHED\x10\x01\x12\x19\n\x15\x46REE_REASON_PREEMPTED\x10\x02\x12\x17\n\x13\x46REE_REASON_ABORTED\x10\x03*k\n\rStepErrorKind\x12\x1f\n\x1bSTEP_ERROR_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19STEP_ERROR_KIND_EXECUTION\x10\x01\x12\x1a\n\x16STEP_ERROR_KIND_DEVICE\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17stepfence/v1/step.proto\x12\x0cstepfence.v1\x1a\x1bstepfence/v1/sampling.proto\"\xa1\x03\n\x0fSchedulerOutput\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08step_seq\x18\x02 \x01(\x04\x12\x11\n\tfence_seq\x18\x03 \x01(\x04\x12\x1a\n\x12processed_step_seq\x18\x04 \x01(\x04\x12.\n\x0cnew_requests\x18\x05 \x03(\x0b\x32\x18.stepfence.v1.NewRequest\x12\x0c\n\x04rows\x18\x06 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x07 \x01(\x0c\x12\x15\n\rappended_rows\x18\x08 \x01(\x0c\x12\x17\n\x0f\x61ppended_blocks\x18\t \x01(\x0c\x12\x1d\n\x15preempted_request_ids\x18\n \x03(\t\x12\x1c\n\x14\x66inished_request_ids\x18\x0b \x03(\t\x12\x32\n\x0e\x64\x65\x66\x65rred_frees\x18\x0c \x03(\x0b\x32\x1a.stepfence.v1.DeferredFree\x12\x12\n\nnum_drafts\x18\r \x01(\x0c\x12\x17\n\x0f\x64raft_token_ids\x18\x0e \x01(\x0c\x12\x1e\n\x16processed_progress_seq\x18\x0f \x01(\x04\"\xbf\x01\n\nNewRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0b\n\x03row\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x13\n\x0b\x62lock_table\x18\x04 \x01(\x0c\x12\x1b\n\x13num_computed_tokens\x18\x05 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x06 \x01(\r\x12\x30\n\x08sampling\x18\x07 \x01(\x0b\x32\x1e.stepfence.v1.ResolvedSampling\"r\n\x0c\x44\x65\x66\x65rredFree\x12\x11\n\tfence_seq\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\tblock_ids\x18\x03 \x01(\x0c\x12(\n\x06reason\x18\x04 \x01(\x0e\x32\x18.stepfence.v1.FreeReason\"\xf3\x01\n\nStepResult\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08step_seq\x18\x02 \x01(\x04\x12\x19\n\x11sampled_token_ids\x18\x03 \x01(\x0c\x12\x16\n\x0esampled_counts\x18\x04 \x01(\x0c\x12\x15\n\rnum_rows_held\x18\x05 \x01(\r\x12\x11\n\tstaged_us\x18\x06 \x01(\x04\x12\x13\n\x0b\x65xecuted_us\x18\x07 \x01(\x04\x12&\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x17.stepfence.v1.StepError\x12*\n\nrow_errors\x18\t \x03(\x0b\x32\x16.stepfence.v1.RowError\"R\n\x08RowError\x12\x0b\n\x03row\x18\x01 \x01(\r\x12(\n\x04kind\x18\x02 \x01(\x0e\x32\x1a.stepfence.v1.RowErrorKind\x12\x0f\n\x07message\x18\x03 \x01(\t\"/\n\x08Progress\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x14\n\x0cprogress_seq\x18\x02 \x01(\x04\"G\n\tStepError\x12)\n\x04kind\x18\x01 \x01(\x0e\x32\x1b.stepfence.v1.StepErrorKind\x12\x0f\n\x07message\x18\x02 \x01(\t*w\n\nFreeReason\x12\x1b\n\x17\x46REE_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46REE_REASON_FINISHED\x10\x01\x12\x19\n\x15\x46REE_REASON_PREEMPTED\x10\x02\x12\x17\n\x13\x46REE_REASON_ABORTED\x10\x03*Q\n\x0cRowErrorKind\x12\x1e\n\x1aROW_ERROR_KIND_UNSPECIFIED\x10\x00\x12!\n\x1dROW_ERROR_KIND_OUTPUT_INVALID\x10\x01*k\n\rStepErrorKind\x12\x1f\n\x1bSTEP_ERROR_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19STEP_ERROR_KIND_EXECUTION\x10\x01\x12\x1a\n\x16STEP_ERROR_KIND_DEVICE\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stepfence.v1.step_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FREEREASON']._serialized_start=1043
-  _globals['_FREEREASON']._serialized_end=1162
-  _globals['_STEPERRORKIND']._serialized_start=1164
-  _globals['_STEPERRORKIND']._serialized_end=1271
+  _globals['_FREEREASON']._serialized_start=1252
+  _globals['_FREEREASON']._serialized_end=1371
+  _globals['_ROWERRORKIND']._serialized_start=1373
+  _globals['_ROWERRORKIND']._serialized_end=1454
+  _globals['_STEPERRORKIND']._serialized_start=1456
+  _globals['_STEPERRORKIND']._serialized_end=1563
   _globals['_SCHEDULEROUTPUT']._serialized_start=71
-  _globals['_SCHEDULEROUTPUT']._serialized_end=456
-  _globals['_NEWREQUEST']._serialized_start=459
-  _globals['_NEWREQUEST']._serialized_end=650
-  _globals['_DEFERREDFREE']._serialized_start=652
-  _globals['_DEFERREDFREE']._serialized_end=766
-  _globals['_STEPRESULT']._serialized_start=769
-  _globals['_STEPRESULT']._serialized_end=968
-  _globals['_STEPERROR']._serialized_start=970
-  _globals['_STEPERROR']._serialized_end=1041
+  _globals['_SCHEDULEROUTPUT']._serialized_end=488
+  _globals['_NEWREQUEST']._serialized_start=491
+  _globals['_NEWREQUEST']._serialized_end=682
+  _globals['_DEFERREDFREE']._serialized_start=684
+  _globals['_DEFERREDFREE']._serialized_end=798
+  _globals['_STEPRESULT']._serialized_start=801
+  _globals['_STEPRESULT']._serialized_end=1044
+  _globals['_ROWERROR']._serialized_start=1046
+  _globals['_ROWERROR']._serialized_end=1128
+  _globals['_PROGRESS']._serialized_start=1130
+  _globals['_PROGRESS']._serialized_end=1177
+  _globals['_STEPERROR']._serialized_start=1179
+  _globals['_STEPERROR']._serialized_end=1250
 # @@protoc_insertion_point(module_scope)

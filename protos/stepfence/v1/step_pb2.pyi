@@ -39,6 +39,23 @@ FREE_REASON_PREEMPTED: FreeReason.ValueType  # 2
 FREE_REASON_ABORTED: FreeReason.ValueType  # 3
 Global___FreeReason: _TypeAlias = FreeReason  # noqa: Y015
 
+class _RowErrorKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RowErrorKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RowErrorKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ROW_ERROR_KIND_UNSPECIFIED: _RowErrorKind.ValueType  # 0
+    ROW_ERROR_KIND_OUTPUT_INVALID: _RowErrorKind.ValueType  # 1
+    """The model gave logits that are not finite."""
+
+class RowErrorKind(_RowErrorKind, metaclass=_RowErrorKindEnumTypeWrapper): ...
+
+ROW_ERROR_KIND_UNSPECIFIED: RowErrorKind.ValueType  # 0
+ROW_ERROR_KIND_OUTPUT_INVALID: RowErrorKind.ValueType  # 1
+"""The model gave logits that are not finite."""
+Global___RowErrorKind: _TypeAlias = RowErrorKind  # noqa: Y015
+
 class _StepErrorKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -82,6 +99,7 @@ class SchedulerOutput(_message.Message):
     DEFERRED_FREES_FIELD_NUMBER: _builtins.int
     NUM_DRAFTS_FIELD_NUMBER: _builtins.int
     DRAFT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PROCESSED_PROGRESS_SEQ_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     step_seq: _builtins.int
     """From 1, gapless within an epoch. Every step is acknowledged by one StepResult."""
@@ -101,6 +119,8 @@ class SchedulerOutput(_message.Message):
     Both empty when no row has drafts.
     """
     draft_token_ids: _builtins.bytes
+    processed_progress_seq: _builtins.int
+    """Highest progress_seq that the scheduler has handled: the worker need not send it, or earlier ones, again."""
     @_builtins.property
     def new_requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewRequest]:
         """Requests that enter the worker's batch, new or resumed. An id the worker has already is replaced."""
@@ -132,10 +152,11 @@ class SchedulerOutput(_message.Message):
         deferred_frees: _abc.Iterable[Global___DeferredFree] | None = ...,
         num_drafts: _builtins.bytes = ...,
         draft_token_ids: _builtins.bytes = ...,
+        processed_progress_seq: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_blocks", b"appended_blocks", "appended_rows", b"appended_rows", "deferred_frees", b"deferred_frees", "draft_token_ids", b"draft_token_ids", "epoch", b"epoch", "fence_seq", b"fence_seq", "finished_request_ids", b"finished_request_ids", "new_requests", b"new_requests", "num_drafts", b"num_drafts", "num_tokens", b"num_tokens", "preempted_request_ids", b"preempted_request_ids", "processed_step_seq", b"processed_step_seq", "rows", b"rows", "step_seq", b"step_seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_blocks", b"appended_blocks", "appended_rows", b"appended_rows", "deferred_frees", b"deferred_frees", "draft_token_ids", b"draft_token_ids", "epoch", b"epoch", "fence_seq", b"fence_seq", "finished_request_ids", b"finished_request_ids", "new_requests", b"new_requests", "num_drafts", b"num_drafts", "num_tokens", b"num_tokens", "preempted_request_ids", b"preempted_request_ids", "processed_progress_seq", b"processed_progress_seq", "processed_step_seq", b"processed_step_seq", "rows", b"rows", "step_seq", b"step_seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -233,6 +254,7 @@ class StepResult(_message.Message):
     STAGED_US_FIELD_NUMBER: _builtins.int
     EXECUTED_US_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    ROW_ERRORS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     step_seq: _builtins.int
     sampled_token_ids: _builtins.bytes
@@ -252,6 +274,12 @@ class StepResult(_message.Message):
     def error(self) -> Global___StepError:
         """Set when the step failed: the epoch is over, the columns are empty."""
 
+    @_builtins.property
+    def row_errors(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowError]:
+        """Rows of this step that yield nothing although the step was executed, in row order. Their requests end; the epoch goes
+        on. In sampled_counts, which MUST be set with row_errors, they have 0.
+        """
+
     def __init__(
         self,
         *,
@@ -263,14 +291,71 @@ class StepResult(_message.Message):
         staged_us: _builtins.int = ...,
         executed_us: _builtins.int = ...,
         error: Global___StepError | None = ...,
+        row_errors: _abc.Iterable[Global___RowError] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "error", b"error", "executed_us", b"executed_us", "num_rows_held", b"num_rows_held", "sampled_counts", b"sampled_counts", "sampled_token_ids", b"sampled_token_ids", "staged_us", b"staged_us", "step_seq", b"step_seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "error", b"error", "executed_us", b"executed_us", "num_rows_held", b"num_rows_held", "row_errors", b"row_errors", "sampled_counts", b"sampled_counts", "sampled_token_ids", b"sampled_token_ids", "staged_us", b"staged_us", "step_seq", b"step_seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
+
+@_typing.final
+class RowError(_message.Message):
+    """One row failed, and no other. The KV that the row has written is not to be trusted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    row: _builtins.int
+    """A row of the step."""
+    kind: Global___RowErrorKind.ValueType
+    message: _builtins.str
+    """For people."""
+    def __init__(
+        self,
+        *,
+        row: _builtins.int = ...,
+        kind: Global___RowErrorKind.ValueType = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "message", b"message", "row", b"row"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowError: _TypeAlias = RowError  # noqa: Y015
+
+@_typing.final
+class Progress(_message.Message):
+    """What the worker has finished between results. Progress has no place in the order of steps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    PROGRESS_SEQ_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    progress_seq: _builtins.int
+    """From 1, gapless within an epoch. Sent again, in order, after the epoch was opened again, until processed_progress_seq of
+    a step covers it. The scheduler ignores what it has handled already.
+    """
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        progress_seq: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "progress_seq", b"progress_seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Progress: _TypeAlias = Progress  # noqa: Y015
 
 @_typing.final
 class StepError(_message.Message):

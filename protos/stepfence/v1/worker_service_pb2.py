@@ -22,35 +22,38 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from stepfence.v1 import model_pb2 as stepfence_dot_v1_dot_model__pb2
 from stepfence.v1 import step_pb2 as stepfence_dot_v1_dot_step__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!stepfence/v1/worker_service.proto\x12\x0cstepfence.v1\x1a\x18stepfence/v1/model.proto\x1a\x17stepfence/v1/step.proto\"\x18\n\x16GetCapabilitiesRequest\"\xdc\x02\n\x17GetCapabilitiesResponse\x12\x19\n\x11protocol_revision\x18\x01 \x01(\r\x12\x1a\n\x12worker_incarnation\x18\x02 \x01(\x06\x12&\n\x05model\x18\x03 \x01(\x0b\x32\x17.stepfence.v1.ModelInfo\x12\x1b\n\x13\x62lock_size_multiple\x18\x04 \x01(\r\x12\x14\n\x0cmax_num_rows\x18\x05 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x06 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x07 \x01(\r\x12\x0e\n\x06runner\x18\x08 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\r\n\x05\x64type\x18\n \x01(\t\x12\x16\n\x0emax_num_drafts\x18\x0b \x01(\r\x12\x1f\n\x17verifies_sampled_drafts\x18\x0c \x01(\x08\x12\x0c\n\x04host\x18\r \x01(\t\"m\n\x0fRunStepsRequest\x12\"\n\x04open\x18\x01 \x01(\x0b\x32\x12.stepfence.v1.OpenH\x00\x12-\n\x04step\x18\x02 \x01(\x0b\x32\x1d.stepfence.v1.SchedulerOutputH\x00\x42\x07\n\x05\x66rame\"\xc8\x01\n\x04Open\x12\x1d\n\x15scheduler_incarnation\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x19\n\x11protocol_revision\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x10\n\x08num_rows\x18\x05 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x1a\n\x12max_inflight_steps\x18\x08 \x01(\r\"\x9b\x01\n\x10RunStepsResponse\x12&\n\x06opened\x18\x01 \x01(\x0b\x32\x14.stepfence.v1.OpenedH\x00\x12*\n\x06result\x18\x02 \x01(\x0b\x32\x18.stepfence.v1.StepResultH\x00\x12*\n\x08\x64raining\x18\x03 \x01(\x0b\x32\x16.stepfence.v1.DrainingH\x00\x42\x07\n\x05\x66rame\"S\n\x06Opened\x12\x1a\n\x12worker_incarnation\x18\x01 \x01(\x06\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x19\n\x11\x65xecuted_step_seq\x18\x03 \x01(\x04\"\x1e\n\x08\x44raining\x12\x12\n\ndeadline_s\x18\x01 \x01(\x01\"\x15\n\x13GetTokenizerRequest\"C\n\x14GetTokenizerResponse\x12+\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1c.stepfence.v1.TokenizerChunk2\x97\x02\n\rWorkerService\x12^\n\x0fGetCapabilities\x12$.stepfence.v1.GetCapabilitiesRequest\x1a%.stepfence.v1.GetCapabilitiesResponse\x12M\n\x08RunSteps\x12\x1d.stepfence.v1.RunStepsRequest\x1a\x1e.stepfence.v1.RunStepsResponse(\x01\x30\x01\x12W\n\x0cGetTokenizer\x12!.stepfence.v1.GetTokenizerRequest\x1a\".stepfence.v1.GetTokenizerResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!stepfence/v1/worker_service.proto\x12\x0cstepfence.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18stepfence/v1/model.proto\x1a\x17stepfence/v1/step.proto\"\x18\n\x16GetCapabilitiesRequest\"\xea\x02\n\x17GetCapabilitiesResponse\x12\x19\n\x11protocol_revision\x18\x01 \x01(\r\x12\x1a\n\x12worker_incarnation\x18\x02 \x01(\x06\x12&\n\x05model\x18\x03 \x01(\x0b\x32\x17.stepfence.v1.ModelInfo\x12\x1b\n\x13\x62lock_size_multiple\x18\x04 \x01(\r\x12\x14\n\x0cmax_num_rows\x18\x05 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x06 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x07 \x01(\r\x12\x0e\n\x06runner\x18\x08 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\r\n\x05\x64type\x18\n \x01(\t\x12\x16\n\x0emax_num_drafts\x18\x0b \x01(\r\x12-\n\x08\x66\x65\x61tures\x18\x0c \x03(\x0e\x32\x1b.stepfence.v1.WorkerFeature\x12\x0c\n\x04host\x18\r \x01(\t\"m\n\x0fRunStepsRequest\x12\"\n\x04open\x18\x01 \x01(\x0b\x32\x12.stepfence.v1.OpenH\x00\x12-\n\x04step\x18\x02 \x01(\x0b\x32\x1d.stepfence.v1.SchedulerOutputH\x00\x42\x07\n\x05\x66rame\"\x8e\x02\n\x04Open\x12\x1d\n\x15scheduler_incarnation\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x19\n\x11protocol_revision\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x10\n\x08num_rows\x18\x05 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x1a\n\x12max_inflight_steps\x18\x08 \x01(\r\x12\x36\n\x11required_features\x18\t \x03(\x0e\x32\x1b.stepfence.v1.WorkerFeature\x12\x0c\n\x04term\x18\n \x01(\x04\"\xc7\x01\n\x10RunStepsResponse\x12&\n\x06opened\x18\x01 \x01(\x0b\x32\x14.stepfence.v1.OpenedH\x00\x12*\n\x06result\x18\x02 \x01(\x0b\x32\x18.stepfence.v1.StepResultH\x00\x12*\n\x08\x64raining\x18\x03 \x01(\x0b\x32\x16.stepfence.v1.DrainingH\x00\x12*\n\x08progress\x18\x04 \x01(\x0b\x32\x16.stepfence.v1.ProgressH\x00\x42\x07\n\x05\x66rame\"S\n\x06Opened\x12\x1a\n\x12worker_incarnation\x18\x01 \x01(\x06\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x19\n\x11\x65xecuted_step_seq\x18\x03 \x01(\x04\"7\n\x08\x44raining\x12+\n\x08\x64\x65\x61\x64line\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x15\n\x13GetTokenizerRequest\"C\n\x14GetTokenizerResponse\x12+\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1c.stepfence.v1.TokenizerChunk*m\n\rWorkerFeature\x12\x1e\n\x1aWORKER_FEATURE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_FEATURE_DRAFTS\x10\x01\x12!\n\x1dWORKER_FEATURE_SAMPLED_DRAFTS\x10\x02\x32\x97\x02\n\rWorkerService\x12^\n\x0fGetCapabilities\x12$.stepfence.v1.GetCapabilitiesRequest\x1a%.stepfence.v1.GetCapabilitiesResponse\x12M\n\x08RunSteps\x12\x1d.stepfence.v1.RunStepsRequest\x1a\x1e.stepfence.v1.RunStepsResponse(\x01\x30\x01\x12W\n\x0cGetTokenizer\x12!.stepfence.v1.GetTokenizerRequest\x1a\".stepfence.v1.GetTokenizerResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stepfence.v1.worker_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GETCAPABILITIESREQUEST']._serialized_start=102
-  _globals['_GETCAPABILITIESREQUEST']._serialized_end=126
-  _globals['_GETCAPABILITIESRESPONSE']._serialized_start=129
-  _globals['_GETCAPABILITIESRESPONSE']._serialized_end=477
-  _globals['_RUNSTEPSREQUEST']._serialized_start=479
-  _globals['_RUNSTEPSREQUEST']._serialized_end=588
-  _globals['_OPEN']._serialized_start=591
-  _globals['_OPEN']._serialized_end=791
-  _globals['_RUNSTEPSRESPONSE']._serialized_start=794
-  _globals['_RUNSTEPSRESPONSE']._serialized_end=949
-  _globals['_OPENED']._serialized_start=951
-  _globals['_OPENED']._serialized_end=1034
-  _globals['_DRAINING']._serialized_start=1036
-  _globals['_DRAINING']._serialized_end=1066
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=1068
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=1089
-  _globals['_GETTOKENIZERRESPONSE']._serialized_start=1091
-  _globals['_GETTOKENIZERRESPONSE']._serialized_end=1158
-  _globals['_WORKERSERVICE']._serialized_start=1161
-  _globals['_WORKERSERVICE']._serialized_end=1440
+  _globals['_WORKERFEATURE']._serialized_start=1345
+  _globals['_WORKERFEATURE']._serialized_end=1454
+  _globals['_GETCAPABILITIESREQUEST']._serialized_start=134
+  _globals['_GETCAPABILITIESREQUEST']._serialized_end=158
+  _globals['_GETCAPABILITIESRESPONSE']._serialized_start=161
+  _globals['_GETCAPABILITIESRESPONSE']._serialized_end=523
+  _globals['_RUNSTEPSREQUEST']._serialized_start=525
+  _globals['_RUNSTEPSREQUEST']._serialized_end=634
+  _globals['_OPEN']._serialized_start=637
+  _globals['_OPEN']._serialized_end=907
+  _globals['_RUNSTEPSRESPONSE']._serialized_start=910
+  _globals['_RUNSTEPSRESPONSE']._serialized_end=1109
+  _globals['_OPENED']._serialized_start=1111
+  _globals['_OPENED']._serialized_end=1194
+  _globals['_DRAINING']._serialized_start=1196
+  _globals['_DRAINING']._serialized_end=1251
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=1253
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=1274
+  _globals['_GETTOKENIZERRESPONSE']._serialized_start=1276
+  _globals['_GETTOKENIZERRESPONSE']._serialized_end=1343
+  _globals['_WORKERSERVICE']._serialized_start=1457
+  _globals['_WORKERSERVICE']._serialized_end=1736
 # @@protoc_insertion_point(module_scope)

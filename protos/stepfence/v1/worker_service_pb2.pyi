@@ -3,8 +3,12 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from stepfence.v1 import model_pb2 as _model_pb2
 from stepfence.v1 import step_pb2 as _step_pb2
 import builtins as _builtins
@@ -17,6 +21,28 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _WorkerFeature:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WorkerFeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerFeature.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WORKER_FEATURE_UNSPECIFIED: _WorkerFeature.ValueType  # 0
+    WORKER_FEATURE_DRAFTS: _WorkerFeature.ValueType  # 1
+    """Verifies draft tokens of greedy rows."""
+    WORKER_FEATURE_SAMPLED_DRAFTS: _WorkerFeature.ValueType  # 2
+    """Verifies draft tokens of sampled rows too."""
+
+class WorkerFeature(_WorkerFeature, metaclass=_WorkerFeatureEnumTypeWrapper):
+    """What a worker can do beyond the messages that every worker of its revision takes."""
+
+WORKER_FEATURE_UNSPECIFIED: WorkerFeature.ValueType  # 0
+WORKER_FEATURE_DRAFTS: WorkerFeature.ValueType  # 1
+"""Verifies draft tokens of greedy rows."""
+WORKER_FEATURE_SAMPLED_DRAFTS: WorkerFeature.ValueType  # 2
+"""Verifies draft tokens of sampled rows too."""
+Global___WorkerFeature: _TypeAlias = WorkerFeature  # noqa: Y015
 
 @_typing.final
 class GetCapabilitiesRequest(_message.Message):
@@ -48,10 +74,12 @@ class GetCapabilitiesResponse(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     MAX_NUM_DRAFTS_FIELD_NUMBER: _builtins.int
-    VERIFIES_SAMPLED_DRAFTS_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     protocol_revision: _builtins.int
-    """Highest revision of these rules the worker knows; this file is revision 1."""
+    """Revision of these rules that the worker speaks; this file is revision 2. Peers whose revisions differ by one work
+    together; a scheduler does not open others. Revision 1 was never released, and no peer of a later one takes it.
+    """
     worker_incarnation: _builtins.int
     """Random, drawn at the worker's start."""
     block_size_multiple: _builtins.int
@@ -66,15 +94,17 @@ class GetCapabilitiesResponse(_message.Message):
     device: _builtins.str
     dtype: _builtins.str
     max_num_drafts: _builtins.int
-    """Most draft tokens per row it verifies; 0: none."""
-    verifies_sampled_drafts: _builtins.bool
-    """Whether drafts are verified for sampled (non-greedy) rows too."""
+    """Most draft tokens per row it verifies; 0 without WORKER_FEATURE_DRAFTS."""
     host: _builtins.str
-    """Its host name, by which people find its machine, or its container: at most 253 characters, all printable; anything else
-    counts as not told. Empty: not told.
+    """Its host name, by which people find its machine, or its container: at most 253 characters, all printable. Empty, or
+    anything else: not given.
     """
     @_builtins.property
     def model(self) -> _model_pb2.ModelInfo: ...
+    @_builtins.property
+    def features(self) -> _containers.RepeatedScalarFieldContainer[Global___WorkerFeature.ValueType]:
+        """What this worker can do. Numbers that the scheduler does not know are ignored."""
+
     def __init__(
         self,
         *,
@@ -89,12 +119,12 @@ class GetCapabilitiesResponse(_message.Message):
         device: _builtins.str = ...,
         dtype: _builtins.str = ...,
         max_num_drafts: _builtins.int = ...,
-        verifies_sampled_drafts: _builtins.bool = ...,
+        features: _abc.Iterable[Global___WorkerFeature.ValueType] | None = ...,
         host: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_multiple", b"block_size_multiple", "device", b"device", "dtype", b"dtype", "host", b"host", "max_message_bytes", b"max_message_bytes", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_drafts", b"max_num_drafts", "max_num_rows", b"max_num_rows", "model", b"model", "protocol_revision", b"protocol_revision", "runner", b"runner", "verifies_sampled_drafts", b"verifies_sampled_drafts", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_multiple", b"block_size_multiple", "device", b"device", "dtype", b"dtype", "features", b"features", "host", b"host", "max_message_bytes", b"max_message_bytes", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_drafts", b"max_num_drafts", "max_num_rows", b"max_num_rows", "model", b"model", "protocol_revision", b"protocol_revision", "runner", b"runner", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -138,11 +168,16 @@ class Open(_message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     MAX_INFLIGHT_STEPS_FIELD_NUMBER: _builtins.int
+    REQUIRED_FEATURES_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     scheduler_incarnation: _builtins.int
     """Random, drawn at the scheduler's start."""
     epoch: _builtins.int
     """From 1."""
     protocol_revision: _builtins.int
+    """Revision of these rules that the scheduler speaks. A worker refuses one that differs from its own by more than one, and
+    revision 1, INVALID_ARGUMENT / PROTOCOL_REVISION.
+    """
     block_size: _builtins.int
     num_rows: _builtins.int
     """Rows of the persistent batch: max_num_seqs * (max_inflight_steps + 1)."""
@@ -151,6 +186,16 @@ class Open(_message.Message):
     max_model_len: _builtins.int
     max_inflight_steps: _builtins.int
     """Most steps with tokens sent and not yet acknowledged. Steps that only carry ids may queue beside them."""
+    term: _builtins.int
+    """Orders schedulers of one deployment: the start time in milliseconds, then random bits. 0: not given. Workers do not look
+    at it yet.
+    """
+    @_builtins.property
+    def required_features(self) -> _containers.RepeatedScalarFieldContainer[Global___WorkerFeature.ValueType]:
+        """What the steps of this epoch may use. A worker that does not have one of them, or does not know its number, refuses the
+        open FAILED_PRECONDITION / FEATURE_NOT_SUPPORTED; what is held stays as it is.
+        """
+
     def __init__(
         self,
         *,
@@ -162,10 +207,12 @@ class Open(_message.Message):
         max_num_batched_tokens: _builtins.int = ...,
         max_model_len: _builtins.int = ...,
         max_inflight_steps: _builtins.int = ...,
+        required_features: _abc.Iterable[Global___WorkerFeature.ValueType] | None = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "max_inflight_steps", b"max_inflight_steps", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "num_rows", b"num_rows", "protocol_revision", b"protocol_revision", "scheduler_incarnation", b"scheduler_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "epoch", b"epoch", "max_inflight_steps", b"max_inflight_steps", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "num_rows", b"num_rows", "protocol_revision", b"protocol_revision", "required_features", b"required_features", "scheduler_incarnation", b"scheduler_incarnation", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -178,24 +225,28 @@ class RunStepsResponse(_message.Message):
     OPENED_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___Opened: ...
     @_builtins.property
     def result(self) -> _step_pb2.StepResult: ...
     @_builtins.property
     def draining(self) -> Global___Draining: ...
+    @_builtins.property
+    def progress(self) -> _step_pb2.Progress: ...
     def __init__(
         self,
         *,
         opened: Global___Opened | None = ...,
         result: _step_pb2.StepResult | None = ...,
         draining: Global___Draining | None = ...,
+        progress: _step_pb2.Progress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "frame", b"frame", "opened", b"opened", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "frame", b"frame", "opened", b"opened", "progress", b"progress", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "frame", b"frame", "opened", b"opened", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "frame", b"frame", "opened", b"opened", "progress", b"progress", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["opened", "result", "draining"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["opened", "result", "draining", "progress"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
@@ -236,17 +287,19 @@ class Draining(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    DEADLINE_S_FIELD_NUMBER: _builtins.int
-    deadline_s: _builtins.float
-    """Seconds left."""
+    DEADLINE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def deadline(self) -> _duration_pb2.Duration:
+        """Time left."""
+
     def __init__(
         self,
         *,
-        deadline_s: _builtins.float = ...,
+        deadline: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

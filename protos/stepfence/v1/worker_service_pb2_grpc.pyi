@@ -29,29 +29,32 @@ GRPC_VERSION: str
 class WorkerServiceStub:
     """Scheduler -> worker. A worker has no queue and makes no decision: it executes numbered steps.
 
-    Rules of RunSteps:
-     1. Every step has its own step_seq, from 1, gapless within an epoch, and is acknowledged by one result. Workers execute
-        and answer in order. fence_seq counts steps with tokens.
-     2. A repeated step_seq gets the remembered answer, not a second execution. Answers are remembered until
-        processed_step_seq covers them.
-     3. Gap, unknown row, wrong epoch, malformed column: the stream ends FAILED_PRECONDITION or INVALID_ARGUMENT with the
-        reason, and the epoch is over. Never a guess.
-     4. Within a step: drop preempted and finished ids (unknown ones ignored), then add new requests (an existing id is
-        replaced), then append blocks, then compute.
-     5. Blocks freed while a step that may touch them is unacknowledged are reused only after the acknowledgement of the
-        newest step sent before the free, or after the end of the epoch.
-     6. A result for a request that is meanwhile preempted is appended and delivered; aborted, finished or reused id: dropped.
-     7. Epochs count within one scheduler incarnation: an open from another incarnation drops all the worker holds,
-        remembered answers included. The newest open wins; an older stream still open is ended ABORTED / SUPERSEDED. An epoch
-        that is over is refused FAILED_PRECONDITION / EPOCH_OVER. A worker that is leaving refuses opens, and ends streams,
-        UNAVAILABLE / DRAINING: its own word, unlike an UNAVAILABLE without ErrorInfo. A stream lost in transport is
-        opened again with the same epoch, and what is unacknowledged is sent again. New worker incarnation, watchdog or
-        error: epoch + 1 and a worker without rows.
-     8. A failed step ends the epoch (StepResult.error); the worker does not go on with later steps of it.
-     9. A wrong answer (row missing, unknown or repeated, id out of range, out of order) is treated as failure.
-    10. Sizes and limits are declared in GetCapabilities and enforced on both sides.
-    11. Within a step, in every layer, all KV writes come before any attention: rows admitted in the same step may read blocks
-        that this step computes.
+    Rules of RunSteps. MUST and SHOULD bind the side that is named.
+
+     1. Every step has its own step_seq, from 1, gapless within an epoch. fence_seq counts steps with tokens. The worker MUST
+        execute and answer steps in order, each with one result.
+     2. The worker MUST answer a repeated step_seq with the answer it gave before, without executing it again. It MUST remember
+        answers until processed_step_seq covers them.
+     3. On a gap, an unknown row, a wrong epoch or a malformed column, the worker MUST end the stream FAILED_PRECONDITION or
+        INVALID_ARGUMENT with the reason; the epoch is over.
+     4. Within a step the worker MUST drop preempted and finished ids first (unknown ones are ignored), then add new requests
+        (an id that it has is replaced), then append blocks, then compute.
+     5. Blocks that are freed while a step that may touch them is unacknowledged MUST NOT be used again before the newest step
+        sent before the free is acknowledged, or the epoch is over.
+     6. A result for a request that was preempted meanwhile is appended and delivered. One for a request that was aborted or
+        has finished, or whose id was used again, is dropped.
+     7. Epochs count within one scheduler incarnation: on an open from another incarnation the worker MUST drop all it holds,
+        remembered answers included. The newest open wins; the worker ends an older stream that is still open ABORTED /
+        SUPERSEDED. It refuses an epoch that is over FAILED_PRECONDITION / EPOCH_OVER. A worker that is leaving refuses opens, and ends streams, UNAVAILABLE / DRAINING; an UNAVAILABLE without
+        ErrorInfo is the transport's. After the loss of a stream in transport the scheduler opens the same epoch again and
+        sends what is unacknowledged again. After a new worker incarnation, the watchdog or an error it opens epoch + 1, for
+        which the worker holds no rows.
+     8. A failed step ends the epoch (StepResult.error); the worker MUST NOT go on with later steps of it.
+     9. The scheduler treats a wrong answer as a failure of the worker: a row that is missing, unknown or named twice, an id out
+        of range, steps out of order. A row in StepResult.row_errors is neither a failed step nor a missing row.
+    10. Sizes, limits and features are declared in GetCapabilities, and both sides MUST keep to them.
+    11. Within a step, in every layer, the worker MUST write all KV before it reads any: rows admitted in the same step may read
+        blocks that this step computes.
 
     Where the deployment has a cluster secret, every call carries it in the metadata authorization: Bearer SECRET; a call
     without it ends UNAUTHENTICATED / CLUSTER_SECRET_MISSING, with another one CLUSTER_SECRET_WRONG.
@@ -72,29 +75,32 @@ class WorkerServiceStub:
 class WorkerServiceAsyncStub(WorkerServiceStub):
     """Scheduler -> worker. A worker has no queue and makes no decision: it executes numbered steps.
 
-    Rules of RunSteps:
-     1. Every step has its own step_seq, from 1, gapless within an epoch, and is acknowledged by one result. Workers execute
-        and answer in order. fence_seq counts steps with tokens.
-     2. A repeated step_seq gets the remembered answer, not a second execution. Answers are remembered until
-        processed_step_seq covers them.
-     3. Gap, unknown row, wrong epoch, malformed column: the stream ends FAILED_PRECONDITION or INVALID_ARGUMENT with the
-        reason, and the epoch is over. Never a guess.
-     4. Within a step: drop preempted and finished ids (unknown ones ignored), then add new requests (an existing id is
-        replaced), then append blocks, then compute.
-     5. Blocks freed while a step that may touch them is unacknowledged are reused only after the acknowledgement of the
-        newest step sent before the free, or after the end of the epoch.
-     6. A result for a request that is meanwhile preempted is appended and delivered; aborted, finished or reused id: dropped.
-     7. Epochs count within one scheduler incarnation: an open from another incarnation drops all the worker holds,
-        remembered answers included. The newest open wins; an older stream still open is ended ABORTED / SUPERSEDED. An epoch
-        that is over is refused FAILED_PRECONDITION / EPOCH_OVER. A worker that is leaving refuses opens, and ends streams,
-        UNAVAILABLE / DRAINING: its own word, unlike an UNAVAILABLE without ErrorInfo. A stream lost in transport is
-        opened again with the same epoch, and what is unacknowledged is sent again. New worker incarnation, watchdog or
-        error: epoch + 1 and a worker without rows.
-     8. A failed step ends the epoch (StepResult.error); the worker does not go on with later steps of it.
-     9. A wrong answer (row missing, unknown or repeated, id out of range, out of order) is treated as failure.
-    10. Sizes and limits are declared in GetCapabilities and enforced on both sides.
-    11. Within a step, in every layer, all KV writes come before any attention: rows admitted in the same step may read blocks
-        that this step computes.
+    Rules of RunSteps. MUST and SHOULD bind the side that is named.
+
+     1. Every step has its own step_seq, from 1, gapless within an epoch. fence_seq counts steps with tokens. The worker MUST
+        execute and answer steps in order, each with one result.
+     2. The worker MUST answer a repeated step_seq with the answer it gave before, without executing it again. It MUST remember
+        answers until processed_step_seq covers them.
+     3. On a gap, an unknown row, a wrong epoch or a malformed column, the worker MUST end the stream FAILED_PRECONDITION or
+        INVALID_ARGUMENT with the reason; the epoch is over.
+     4. Within a step the worker MUST drop preempted and finished ids first (unknown ones are ignored), then add new requests
+        (an id that it has is replaced), then append blocks, then compute.
+     5. Blocks that are freed while a step that may touch them is unacknowledged MUST NOT be used again before the newest step
+        sent before the free is acknowledged, or the epoch is over.
+     6. A result for a request that was preempted meanwhile is appended and delivered. One for a request that was aborted or
+        has finished, or whose id was used again, is dropped.
+     7. Epochs count within one scheduler incarnation: on an open from another incarnation the worker MUST drop all it holds,
+        remembered answers included. The newest open wins; the worker ends an older stream that is still open ABORTED /
+        SUPERSEDED. It refuses an epoch that is over FAILED_PRECONDITION / EPOCH_OVER. A worker that is leaving refuses opens, and ends streams, UNAVAILABLE / DRAINING; an UNAVAILABLE without
+        ErrorInfo is the transport's. After the loss of a stream in transport the scheduler opens the same epoch again and
+        sends what is unacknowledged again. After a new worker incarnation, the watchdog or an error it opens epoch + 1, for
+        which the worker holds no rows.
+     8. A failed step ends the epoch (StepResult.error); the worker MUST NOT go on with later steps of it.
+     9. The scheduler treats a wrong answer as a failure of the worker: a row that is missing, unknown or named twice, an id out
+        of range, steps out of order. A row in StepResult.row_errors is neither a failed step nor a missing row.
+    10. Sizes, limits and features are declared in GetCapabilities, and both sides MUST keep to them.
+    11. Within a step, in every layer, the worker MUST write all KV before it reads any: rows admitted in the same step may read
+        blocks that this step computes.
 
     Where the deployment has a cluster secret, every call carries it in the metadata authorization: Bearer SECRET; a call
     without it ends UNAUTHENTICATED / CLUSTER_SECRET_MISSING, with another one CLUSTER_SECRET_WRONG.
@@ -111,29 +117,32 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Scheduler -> worker. A worker has no queue and makes no decision: it executes numbered steps.
 
-    Rules of RunSteps:
-     1. Every step has its own step_seq, from 1, gapless within an epoch, and is acknowledged by one result. Workers execute
-        and answer in order. fence_seq counts steps with tokens.
-     2. A repeated step_seq gets the remembered answer, not a second execution. Answers are remembered until
-        processed_step_seq covers them.
-     3. Gap, unknown row, wrong epoch, malformed column: the stream ends FAILED_PRECONDITION or INVALID_ARGUMENT with the
-        reason, and the epoch is over. Never a guess.
-     4. Within a step: drop preempted and finished ids (unknown ones ignored), then add new requests (an existing id is
-        replaced), then append blocks, then compute.
-     5. Blocks freed while a step that may touch them is unacknowledged are reused only after the acknowledgement of the
-        newest step sent before the free, or after the end of the epoch.
-     6. A result for a request that is meanwhile preempted is appended and delivered; aborted, finished or reused id: dropped.
-     7. Epochs count within one scheduler incarnation: an open from another incarnation drops all the worker holds,
-        remembered answers included. The newest open wins; an older stream still open is ended ABORTED / SUPERSEDED. An epoch
-        that is over is refused FAILED_PRECONDITION / EPOCH_OVER. A worker that is leaving refuses opens, and ends streams,
-        UNAVAILABLE / DRAINING: its own word, unlike an UNAVAILABLE without ErrorInfo. A stream lost in transport is
-        opened again with the same epoch, and what is unacknowledged is sent again. New worker incarnation, watchdog or
-        error: epoch + 1 and a worker without rows.
-     8. A failed step ends the epoch (StepResult.error); the worker does not go on with later steps of it.
-     9. A wrong answer (row missing, unknown or repeated, id out of range, out of order) is treated as failure.
-    10. Sizes and limits are declared in GetCapabilities and enforced on both sides.
-    11. Within a step, in every layer, all KV writes come before any attention: rows admitted in the same step may read blocks
-        that this step computes.
+    Rules of RunSteps. MUST and SHOULD bind the side that is named.
+
+     1. Every step has its own step_seq, from 1, gapless within an epoch. fence_seq counts steps with tokens. The worker MUST
+        execute and answer steps in order, each with one result.
+     2. The worker MUST answer a repeated step_seq with the answer it gave before, without executing it again. It MUST remember
+        answers until processed_step_seq covers them.
+     3. On a gap, an unknown row, a wrong epoch or a malformed column, the worker MUST end the stream FAILED_PRECONDITION or
+        INVALID_ARGUMENT with the reason; the epoch is over.
+     4. Within a step the worker MUST drop preempted and finished ids first (unknown ones are ignored), then add new requests
+        (an id that it has is replaced), then append blocks, then compute.
+     5. Blocks that are freed while a step that may touch them is unacknowledged MUST NOT be used again before the newest step
+        sent before the free is acknowledged, or the epoch is over.
+     6. A result for a request that was preempted meanwhile is appended and delivered. One for a request that was aborted or
+        has finished, or whose id was used again, is dropped.
+     7. Epochs count within one scheduler incarnation: on an open from another incarnation the worker MUST drop all it holds,
+        remembered answers included. The newest open wins; the worker ends an older stream that is still open ABORTED /
+        SUPERSEDED. It refuses an epoch that is over FAILED_PRECONDITION / EPOCH_OVER. A worker that is leaving refuses opens, and ends streams, UNAVAILABLE / DRAINING; an UNAVAILABLE without
+        ErrorInfo is the transport's. After the loss of a stream in transport the scheduler opens the same epoch again and
+        sends what is unacknowledged again. After a new worker incarnation, the watchdog or an error it opens epoch + 1, for
+        which the worker holds no rows.
+     8. A failed step ends the epoch (StepResult.error); the worker MUST NOT go on with later steps of it.
+     9. The scheduler treats a wrong answer as a failure of the worker: a row that is missing, unknown or named twice, an id out
+        of range, steps out of order. A row in StepResult.row_errors is neither a failed step nor a missing row.
+    10. Sizes, limits and features are declared in GetCapabilities, and both sides MUST keep to them.
+    11. Within a step, in every layer, the worker MUST write all KV before it reads any: rows admitted in the same step may read
+        blocks that this step computes.
 
     Where the deployment has a cluster secret, every call carries it in the metadata authorization: Bearer SECRET; a call
     without it ends UNAUTHENTICATED / CLUSTER_SECRET_MISSING, with another one CLUSTER_SECRET_WRONG.

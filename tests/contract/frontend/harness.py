@@ -18,7 +18,7 @@ from scheduler_svc.frontend.limits import Limits
 from scheduler_svc.frontend.server import SERVICE, FrontEndProcess
 from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from stepfence.v1 import generation_service_pb2 as pb
-from stepfence.v1 import generation_service_pb2_grpc
+from stepfence.v1 import generation_service_pb2_grpc, usage_pb2
 from stepfence.v1.sampling_pb2 import SamplingParams
 from tests.support.session_double import SessionDouble
 
@@ -133,7 +133,7 @@ class Refusal:
     metadata: dict[str, str]
     fields: list[str]
     retry_after_s: float | None
-    usage: pb.Usage | None
+    usage: usage_pb2.Usage | None
 
 
 def read_refusal(error: grpc.aio.AioRpcError) -> Refusal:
@@ -147,7 +147,7 @@ def read_refusal(error: grpc.aio.AioRpcError) -> Refusal:
         error_details_pb2.ErrorInfo(),
         error_details_pb2.BadRequest(),
         error_details_pb2.RetryInfo(),
-        pb.Usage(),
+        usage_pb2.Usage(),
     )
     found = {
         type(message).__name__ for message in (info, bad_request, retry, usage) for any_ in status.details

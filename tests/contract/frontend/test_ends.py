@@ -12,7 +12,7 @@ import pytest
 from scheduler_svc.frontend.limits import Limits
 from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from stepfence.v1 import generation_service_pb2 as pb
-from stepfence.v1 import generation_service_pb2_grpc
+from stepfence.v1 import generation_service_pb2_grpc, usage_pb2
 from stepfence.v1 import session_service_pb2 as session_pb
 from tests.contract.frontend.harness import (
     EOF,
@@ -296,7 +296,7 @@ async def test_words_about_unknown_handles_are_ignored() -> None:
         double = under_test.double
         double.send_tokens({12345: list(b"x")})
         double.send(session_pb.AttachResponse(accepted=[session_pb.SubmitAccepted(handle=12345)]))
-        ok = session_pb.EndedOk(reason=pb.FINISH_REASON_STOP)
+        ok = session_pb.EndedOk(reason=usage_pb2.FINISH_REASON_STOP)
         double.send(session_pb.AttachResponse(ended=[session_pb.RequestEnded(handle=12345, ok=ok)]))
         double.play = lambda submit: [b"ok"]
         assert (await under_test.stub.Complete(complete(text_request()), timeout=30)).text == "ok"

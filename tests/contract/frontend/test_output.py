@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stepfence.v1 import generation_service_pb2 as pb
-from stepfence.v1 import session_service_pb2
+from stepfence.v1 import session_service_pb2, usage_pb2
 from tests.contract.frontend.harness import (
     FrontEndUnderTest,
     Streamed,
@@ -59,10 +59,10 @@ async def test_f69_end_of_sequence_within_a_character() -> None:
         request = await under_test.double.next_request()
         request.accept()
         request.send_tokens("a삼".encode()[:3], [257])
-        request.end_ok(pb.FINISH_REASON_STOP, stop_token_id=257)
+        request.end_ok(usage_pb2.FINISH_REASON_STOP, stop_token_id=257)
         streamed = await read_stream(call)
         assert (streamed.text, bytes(streamed.token_ids)) == ("a", "a삼".encode()[:3])
-        assert (streamed.finished.reason, streamed.finished.stop_token_id) == (pb.FINISH_REASON_STOP, 257)
+        assert (streamed.finished.reason, streamed.finished.stop_token_id) == (usage_pb2.FINISH_REASON_STOP, 257)
         assert streamed.finished.usage.num_completion_tokens == 4
 
 
@@ -73,7 +73,7 @@ async def test_f70_a_stop_string_never_leaks_and_nothing_after_it_is_billed(fram
         assert streamed.text == response.text == "abc"
         assert bytes(streamed.token_ids) == bytes(response.token_ids) == b"abc"
         for ended in (streamed.finished, response):
-            assert (ended.reason, ended.stop_string) == (pb.FINISH_REASON_STOP, "DEFGHIJ")
+            assert (ended.reason, ended.stop_string) == (usage_pb2.FINISH_REASON_STOP, "DEFGHIJ")
             assert ended.usage.num_completion_tokens == 10
         # Unless the scheduler had ended it in the same frame, it was told.
         assert {request.text_ended_at for request in under_test.double.requests} <= {10, None}
@@ -109,7 +109,7 @@ async def test_a_stop_string_complete_with_the_last_token_is_a_stop() -> None:
         under_test.double.send(rows)
         streamed = await read_stream(call)
         assert streamed.text == "abc"
-        assert (streamed.finished.reason, streamed.finished.stop_string) == (pb.FINISH_REASON_STOP, "END")
+        assert (streamed.finished.reason, streamed.finished.stop_string) == (usage_pb2.FINISH_REASON_STOP, "END")
 
 
 async def test_a_failure_after_the_text_had_ended_does_not_take_the_text_away() -> None:
@@ -137,7 +137,7 @@ async def test_a_stop_id_of_the_client_is_counted_and_not_delivered() -> None:
         request = await under_test.double.next_request()
         request.accept()
         request.send_tokens(b"abc!")
-        request.end_ok(pb.FINISH_REASON_STOP, stop_token_id=ord("!"))
+        request.end_ok(usage_pb2.FINISH_REASON_STOP, stop_token_id=ord("!"))
         streamed = await read_stream(call)
         assert (streamed.text, bytes(streamed.token_ids)) == ("abc", b"abc")
         assert (streamed.finished.stop_token_id, streamed.finished.usage.num_completion_tokens) == (ord("!"), 4)
@@ -147,7 +147,7 @@ async def test_ignored_end_of_sequence_ids_are_output() -> None:
     async with served() as under_test:
         streamed, _ = await both(under_test, sampled(ignore_eos=True), [[97, 257, 98]])
         assert (streamed.text, streamed.token_ids) == ("ab", [97, 257, 98])
-        assert streamed.finished.reason == pb.FINISH_REASON_LENGTH
+        assert streamed.finished.reason == usage_pb2.FINISH_REASON_LENGTH
 
 
 async def test_several_requests_share_a_frame() -> None:

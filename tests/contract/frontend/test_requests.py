@@ -13,7 +13,7 @@ from scheduler_svc.frontend.api import GenerationServicer
 from scheduler_svc.frontend.text import ByteTokenizer
 from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from stepfence.v1 import generation_service_pb2 as pb
-from stepfence.v1 import model_pb2
+from stepfence.v1 import model_pb2, session_service_pb2, usage_pb2
 from stepfence.v1.sampling_pb2 import SamplingParams
 from tests.contract.frontend.harness import complete, read_stream, refusal, sampled, served, text_request
 from tests.support.session_double import SessionDouble, byte_model
@@ -40,7 +40,7 @@ async def test_a_stream_is_accepted_deltas_finished() -> None:
         assert (streamed.accepted.request_id, streamed.accepted.num_prompt_tokens) == ("r1", 5)
         assert [delta.text for delta in streamed.deltas] == ["one ", "two"]
         assert [bytes(delta.token_ids) for delta in streamed.deltas] == [b"one ", b"two"]
-        assert streamed.finished.reason == pb.FINISH_REASON_LENGTH
+        assert streamed.finished.reason == usage_pb2.FINISH_REASON_LENGTH
         assert streamed.finished.WhichOneof("matched") is None
         usage = streamed.finished.usage
         assert (usage.num_prompt_tokens, usage.num_completion_tokens, usage.num_cached_tokens) == (5, 7, 3)
@@ -97,7 +97,7 @@ async def test_d33_an_unset_seed_is_drawn_for_every_request() -> None:
 
 
 async def test_what_the_scheduler_needs_travels_along() -> None:
-    async with served(SessionDouble(policy="priority")) as under_test:
+    async with served(SessionDouble(features=[session_service_pb2.SESSION_FEATURE_PRIORITY])) as under_test:
         under_test.double.play = lambda submit: [b"x"]
         request = text_request(priority=-3, cache_salt="tenant", model="bytes")
         await under_test.stub.Complete(complete(request), timeout=20)

@@ -97,8 +97,8 @@ async def test_f59_a_silent_call_survives_the_pings_of_its_client(double: Worker
         async with grpc.aio.insecure_channel(scheduler.address, options=options) as channel:
             attach: Any = channel.stream_stream("/stepfence.v1.SessionService/Attach")  # type: ignore[call-arg]
             call = attach()
-            # As raw bytes: hello {protocol_revision: 1}.
-            await call.write(b"\x0a\x02\x10\x01")
+            # As raw bytes: hello {protocol_revision: 2}.
+            await call.write(b"\x0a\x02\x10\x02")
             assert await call.read()
             assert await call.read()  # the model
             await asyncio.sleep(3)

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from stepfence.v1 import step_pb2, worker_service_pb2
-from tests.support.scheduler_process import RunningScheduler, running_scheduler, until
+from tests.support.scheduler_process import RunningScheduler, running_scheduler, state_of, until
 from tests.support.session_client import LENGTH, STOP, SessionClient, Stream
 from tests.support.worker_double import BreachError, Capabilities, WorkerDouble, complete
 
@@ -509,7 +509,7 @@ async def test_rule_9_a_request_that_kills_every_epoch_fails_alone(double: Worke
 @pytest.mark.parametrize(
     ("capabilities", "cause"),
     [
-        (Capabilities(protocol_revision=0), "protocol revision"),
+        (Capabilities(protocol_revision=1), "protocol revision 1, this scheduler revision 2"),
         (Capabilities(block_size_multiple=16), "multiple of 16"),
         (Capabilities(max_num_rows=100), "at most 100 rows"),
         (Capabilities(max_num_batched_tokens=200), "at most 200 tokens"),
@@ -556,14 +556,14 @@ async def test_rule_10_d44_a_rank_with_another_model_is_refused_until_it_agrees(
     other = WorkerDouble(Capabilities(model="other"), incarnation=2001)
     async with running_scheduler(double.address, await_second := "127.0.0.1:1") as scheduler:
         await scheduler.ready()
-        assert (await scheduler.rank(await_second)).state != "up"
+        assert state_of(await scheduler.rank(await_second)) != "up"
     await other.start()
     async with running_scheduler(double.address, other.address) as scheduler:
         async with asyncio.timeout(20):
-            while {rank.state for rank in (await scheduler.status()).ranks} != {"up", "connecting"}:
+            while {state_of(rank) for rank in (await scheduler.status()).ranks} != {"up", "connecting"}:
                 await asyncio.sleep(0.01)
             while True:
-                causes = [rank.cause for rank in (await scheduler.status()).ranks if rank.state == "connecting"]
+                causes = [rank.cause for rank in (await scheduler.status()).ranks if state_of(rank) == "connecting"]
                 if causes and "its model is" in causes[0]:
                     break
                 await asyncio.sleep(0.01)

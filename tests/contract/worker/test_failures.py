@@ -176,7 +176,11 @@ async def test_f83_a_draining_worker_says_so_and_finishes_what_it_has() -> None:
         book.handled(await session.run(_admission(book, mine.target)))
         draining = await _drain(mine, 60)
         frame = await session.read()
-        assert frame is not None and frame.WhichOneof("frame") == "draining" and frame.draining.deadline_s > 0
+        assert (
+            frame is not None
+            and frame.WhichOneof("frame") == "draining"
+            and frame.draining.deadline.ToNanoseconds() > 0
+        )
         refused = await (await scheduler.try_open(mine.target.open_message(scheduler))).ended()
         assert (refused.code, refused.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
         for _ in range(3):

@@ -23,7 +23,7 @@ async def test_a_session_opens_with_the_pool_and_the_workers_incarnation(
 
 async def test_capabilities_say_what_a_scheduler_must_know(worker: Target) -> None:
     known = worker.capabilities
-    assert known.protocol_revision >= 1
+    assert known.protocol_revision >= 2
     assert known.model.name and known.model.vocab_size and known.model.max_model_len
     assert all(token_id < known.model.vocab_size for token_id in known.model.eos_token_ids)
     assert known.block_size_multiple and known.max_num_rows and known.max_num_batched_tokens and known.max_message_bytes

@@ -163,6 +163,7 @@ async def test_rule_3_a_frame_without_content_is_refused(worker: Target, schedul
     [
         ("epoch", 0, "MALFORMED_OPEN"),
         ("protocol_revision", 0, "PROTOCOL_REVISION"),
+        ("protocol_revision", 1, "PROTOCOL_REVISION"),
         ("protocol_revision", 999, "PROTOCOL_REVISION"),
         ("block_size", 0, "MALFORMED_OPEN"),
         ("num_rows", 0, "MALFORMED_OPEN"),

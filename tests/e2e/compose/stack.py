@@ -15,6 +15,7 @@ from typing import Any, Final
 import grpc.aio
 
 from stepfence.v1 import generation_service_pb2 as pb
+from stepfence.v1 import usage_pb2
 from tests.e2e.client import Stream, connect, sampling
 from tests.support.processes import wait_until
 from worker_svc.runner.scripted import complete
@@ -153,7 +154,7 @@ class Stack:
 
     def ranks_up(self) -> list[str]:
         """Addresses of the ranks that are up."""
-        return [rank["rank"] for rank in self.status()["ranks"] if rank["state"] == "up"]
+        return [rank["rank"] for rank in self.status()["ranks"] if rank["state"] == "RANK_STATE_UP"]
 
     def wait_idle(self) -> None:
         """Until nothing is left of any request, and the blocks add up."""
@@ -216,7 +217,7 @@ class Load:
         assert not self.errors, self.errors
         for index in indexes or range(len(self.streams)):
             stream, prompt = self.streams[index], self.prompts[index]
-            assert stream.finished is not None and stream.finished.reason == pb.FINISH_REASON_LENGTH
+            assert stream.finished is not None and stream.finished.reason == usage_pb2.FINISH_REASON_LENGTH
             assert stream.token_ids == expected(prompt, self.num_tokens), prompt
 
 

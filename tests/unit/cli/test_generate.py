@@ -22,6 +22,7 @@ from grpc_status import rpc_status
 from scheduler_svc.cli import generate
 from stepfence.v1 import generation_service_pb2 as pb
 from stepfence.v1 import generation_service_pb2_grpc as pb_grpc
+from stepfence.v1 import usage_pb2
 
 Script = Callable[[pb.GenerateRequest, grpc.ServicerContext], Iterator[pb.GenerateResponse]]
 
@@ -60,11 +61,11 @@ def _delta(text: str, *ids: int) -> pb.GenerateResponse:
 
 
 def _finished() -> pb.GenerateResponse:
-    usage = pb.Usage(num_prompt_tokens=5, num_completion_tokens=3, num_cached_tokens=4, num_preemptions=2)
+    usage = usage_pb2.Usage(num_prompt_tokens=5, num_completion_tokens=3, num_cached_tokens=4, num_preemptions=2)
     usage.num_recomputed_tokens = 7
     usage.queued.FromMilliseconds(12)
     usage.preempted.FromMilliseconds(1500)
-    return pb.GenerateResponse(finished=pb.Finished(reason=pb.FINISH_REASON_LENGTH, usage=usage))
+    return pb.GenerateResponse(finished=pb.Finished(reason=usage_pb2.FINISH_REASON_LENGTH, usage=usage))
 
 
 def _run(target: str, **options: Any) -> tuple[int, str, str]:
@@ -161,7 +162,9 @@ def test_a_failure_on_the_way_shows_what_was_used(front_end: tuple[_FrontEnd, st
     def script(request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
         yield _accepted()
         yield _delta("half", 1)
-        _refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "full", info, retry, pb.Usage(num_completion_tokens=1))
+        _refuse(
+            context, grpc.StatusCode.RESOURCE_EXHAUSTED, "full", info, retry, usage_pb2.Usage(num_completion_tokens=1)
+        )
 
     servicer.script = script
     code, out, err = _run(target)

@@ -24,9 +24,13 @@ class _Scheduler(pb_grpc.AdminServiceServicer):
     consistent = True
 
     def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
-        rank = pb.RankStatus(rank="127.0.0.1:50061", state="lost", cause="watchdog", num_blocks=65, num_free_blocks=64)
+        rank = pb.RankStatus(
+            rank="127.0.0.1:50061", state=pb.RANK_STATE_LOST, cause="watchdog", num_blocks=65, num_free_blocks=64
+        )
         front_end = pb.FrontEndStatus(front_end_id="fe[1]", num_live_streams=3)
-        return pb.GetStatusResponse(policy="fcfs", not_ready_cause="no worker", ranks=[rank], front_ends=[front_end])
+        return pb.GetStatusResponse(
+            policy=pb.SCHEDULING_POLICY_FCFS, not_ready_cause="no worker", ranks=[rank], front_ends=[front_end]
+        )
 
     def AuditKv(self, request: pb.AuditKvRequest, context: Any) -> pb.AuditKvResponse:
         violations = [] if self.consistent else ["block 3 is in two places"]

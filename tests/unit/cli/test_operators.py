@@ -111,9 +111,11 @@ def _worker_lines(*ranks: admin.RankStatus) -> list[str]:
 
 def test_status_names_hosts_beside_addresses_in_columns() -> None:
     assert _worker_lines(
-        admin.RankStatus(rank="172.18.0.5:50061", host="0123456789ab", state="up", epoch=1),
-        admin.RankStatus(rank="172.18.0.12:50061", host="ba9876543210", state="lost", cause="no answer", epoch=2),
-        admin.RankStatus(rank="10.0.0.1:1", state="connecting"),
+        admin.RankStatus(rank="172.18.0.5:50061", host="0123456789ab", state=admin.RANK_STATE_UP, epoch=1),
+        admin.RankStatus(
+            rank="172.18.0.12:50061", host="ba9876543210", state=admin.RANK_STATE_LOST, cause="no answer", epoch=2
+        ),
+        admin.RankStatus(rank="10.0.0.1:1", state=admin.RANK_STATE_CONNECTING),
     ) == [
         "worker 172.18.0.5:50061   0123456789ab        up",
         "worker 172.18.0.12:50061  (was ba9876543210)  lost (no answer)",
@@ -122,4 +124,6 @@ def test_status_names_hosts_beside_addresses_in_columns() -> None:
 
 
 def test_status_has_no_column_for_hosts_that_nobody_told() -> None:
-    assert _worker_lines(admin.RankStatus(rank="127.0.0.1:50061", state="up")) == ["worker 127.0.0.1:50061  up"]
+    assert _worker_lines(admin.RankStatus(rank="127.0.0.1:50061", state=admin.RANK_STATE_UP)) == [
+        "worker 127.0.0.1:50061  up"
+    ]

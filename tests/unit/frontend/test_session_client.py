@@ -54,6 +54,9 @@ class MemoryStream:
         self.down.put_nowait(None)
 
 
+ATTACHED = session_service_pb2.Attached(protocol_revision=2, features=[session_service_pb2.SESSION_FEATURE_PRIORITY])
+
+
 class MemoryTransport:
     """refusals: how many attempts to attach fail before one succeeds."""
 
@@ -70,7 +73,7 @@ class MemoryTransport:
         if len(self.attempts) <= self.refusals:
             stream.close()
         else:
-            stream.down.put_nowait(AttachResponse(attached=session_service_pb2.Attached(policy="priority")))
+            stream.down.put_nowait(AttachResponse(attached=ATTACHED))
         return stream
 
     async def get_model(self) -> model_pb2.ModelInfo | None:
@@ -220,7 +223,7 @@ def test_the_model_is_asked_for_until_a_worker_has_joined() -> None:
         await until_ready(session)
         assert asyncio.get_running_loop().time() > 10
         assert session.model.description.name == "m"
-        assert session.policy == "priority"
+        assert session.accepts_priority
         running.cancel()
 
     run(scenario())

@@ -121,22 +121,30 @@ def test_a_row_does_not_depend_on_its_neighbours_or_its_place() -> None:
         assert sample(logits[row : row + 1].clone(), _rows(1, seed=row, **alone)).item() == together[row].item()
 
 
+def _key(seed: int, output_index: int, choice_index: int = 0) -> int:
+    (key,) = stream_keys(np.array([seed], np.uint64), np.array([output_index]), np.array([choice_index]))
+    return key
+
+
 def test_every_part_of_the_key_matters() -> None:
-    base = stream_keys(np.array([7], np.uint64), np.array([3]))[0]
-    others = {
-        stream_keys(np.array([8], np.uint64), np.array([3]))[0],
-        stream_keys(np.array([7], np.uint64), np.array([4]))[0],
-        stream_keys(np.array([7], np.uint64), np.array([3]), choice_index=1)[0],
-        stream_keys(np.array([7 + 2**63], np.uint64), np.array([3]))[0],
-    }
+    base = _key(7, 3)
+    others = {_key(8, 3), _key(7, 4), _key(7, 3, choice_index=1), _key(7 + 2**63, 3)}
     assert base not in others
     assert len(others) == 4
-    largest = np.array([2**64 - 1], np.uint64)
-    assert 0 <= stream_keys(largest, np.array([2**40]))[0] < 2**64
+    assert 0 <= _key(2**64 - 1, 2**40) < 2**64
+
+
+def test_choices_of_one_seed_differ_and_each_is_the_same_alone() -> None:
+    logits = torch.zeros(3, 500)
+    together = sample(logits.clone(), _rows(3, seed=11, choice_index=np.arange(3))).tolist()
+    assert len(set(together)) == 3
+    alone = [sample(logits[:1].clone(), _rows(1, seed=11, choice_index=index)).item() for index in range(3)]
+    assert together == alone
 
 
 def test_gumbel_noise_is_finite_and_has_its_mean_and_variance() -> None:
-    noise = gumbel(stream_keys(np.arange(40, dtype=np.uint64), np.zeros(40, np.int64)), 49_999, CPU)
+    zeros = np.zeros(40, np.int64)
+    noise = gumbel(stream_keys(np.arange(40, dtype=np.uint64), zeros, zeros), 49_999, CPU)
     assert torch.isfinite(noise).all()
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.005)
     assert noise.var().item() == pytest.approx(np.pi**2 / 6, abs=0.02)

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+from google.protobuf import duration_pb2
+
 from scheduler_svc import codec
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.events import Event, StepAcked
@@ -94,7 +96,7 @@ class World:
     async def attach(self) -> FrontEndSession:
         """Another front end."""
         session = self.service.hub.attach()
-        hello = session_service_pb2.Hello(front_end_id="sim", protocol_revision=1)
+        hello = session_service_pb2.Hello(front_end_id="sim", protocol_revision=2)
         await session.take(codec.decode_session_frame(session_service_pb2.AttachRequest(hello=hello)))
         return session
 
@@ -347,7 +349,9 @@ async def test_a_drained_worker_is_not_opened_again() -> None:
     async with world(A) as sim:
         worker = sim.add(A)
         await sim.up(A)
-        draining = worker_service_pb2.RunStepsResponse(draining=worker_service_pb2.Draining(deadline_s=5))
+        draining = worker_service_pb2.RunStepsResponse(
+            draining=worker_service_pb2.Draining(deadline=duration_pb2.Duration(seconds=5))
+        )
         worker.streams[0].say(draining)
         await asyncio.sleep(0.1)
         assert sim.client(A).state.value == "draining"

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from scheduler_svc.codec import ModelFacts, Opened, StepResult, WorkerCapabilities, WorkerDraining
+from scheduler_svc.codec import (
+    ModelFacts,
+    Opened,
+    StepResult,
+    WorkerCapabilities,
+    WorkerDraining,
+    WorkerFeature,
+    WorkerProgress,
+)
 from scheduler_svc.core.events import WorkerProtocolError
 from scheduler_svc.core.output import SchedulerOutput
 from scheduler_svc.errors import LinkLost, LinkRefused, LinkRejected, RankUnfit
@@ -21,7 +29,7 @@ from scheduler_svc.workers.session import _MOVES, Move, State, Timeouts, WorkerS
 from stepfence.v1 import worker_service_pb2
 
 CAPABILITIES = WorkerCapabilities(
-    protocol_revision=1,
+    protocol_revision=2,
     worker_incarnation=7,
     model=ModelFacts("m", 260, 4096, "", b""),
     block_size_multiple=1,
@@ -29,7 +37,7 @@ CAPABILITIES = WorkerCapabilities(
     max_num_batched_tokens=8192,
     max_message_bytes=16 << 20,
     max_num_drafts=16,
-    verifies_sampled_drafts=True,
+    features=frozenset(WorkerFeature),
     description="scripted cpu",
     host="h",
 )
@@ -229,6 +237,28 @@ def test_time_in_which_this_process_stood_still_counts_against_no_worker() -> No
     assert one.watch(70.1) != []
 
 
+def test_d54_progress_is_taken_once_in_order_and_later_steps_say_so() -> None:
+    one = session()
+    join(one)
+    for seq in (1, 2, 2, 1):
+        assert one.frame_arrived(WorkerProgress(1, seq), 0.0) == []
+    one.queue(step(1, 1))
+    frame = one.take_frame(0.0)
+    assert frame is not None
+    assert worker_service_pb2.RunStepsRequest.FromString(frame).step.processed_progress_seq == 2
+    # After a lost stream the worker sends again what it does not know to be handled.
+    one.attempt_ended(LinkLost("cut"), 0.0)
+    one.capabilities_arrived(CAPABILITIES)
+    one.check()
+    one.opening()
+    one.frame_arrived(opened(), 0.0)
+    assert one.frame_arrived(WorkerProgress(1, 2), 0.0) == []
+    assert one.frame_arrived(WorkerProgress(1, 3), 0.0) == []
+    for epoch, seq in ((1, 5), (2, 4)):
+        with pytest.raises(WorkerProtocolError, match="progress"):
+            one.frame_arrived(WorkerProgress(epoch, seq), 0.0)
+
+
 # --- limits ---------------------------------------------------------------------------------------------------------
 
 
@@ -236,12 +266,13 @@ def test_time_in_which_this_process_stood_still_counts_against_no_worker() -> No
     "capabilities, config, setting",
     [
         ({"max_num_drafts": 16}, {"num_speculative_tokens": 32}, "--num-speculative-tokens is 32"),
-        ({"verifies_sampled_drafts": False}, {"num_speculative_tokens": 4}, "--num-speculative-tokens 0"),
+        ({"features": frozenset({WorkerFeature.DRAFTS})}, {"num_speculative_tokens": 4}, "SAMPLED_DRAFTS.*set it to 0"),
         ({"max_num_rows": 63}, {}, "--max-num-seqs"),
         ({"max_num_batched_tokens": 255}, {}, "--max-num-batched-tokens"),
         ({"block_size_multiple": 32}, {}, "--block-size"),
         ({"max_message_bytes": 1000}, {}, "--max-model-len"),
-        ({"protocol_revision": 0}, {}, "revision"),
+        ({"protocol_revision": 1}, {}, "revision 1, this scheduler revision 2"),
+        ({"protocol_revision": 4}, {}, "revision 4, this scheduler revision 2"),
     ],
 )
 def test_f92_every_declared_limit_is_heeded_before_anything_is_opened(
