@@ -7,16 +7,13 @@ that loop too, when somebody scrapes. So a scrape sees one moment, and every cou
 
 from __future__ import annotations
 
-import asyncio
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, assert_never
 
-from prometheus_client import start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector, CollectorRegistry
 
 from scheduler_svc.core.events import (
     Effect,
@@ -75,8 +72,6 @@ _LONG_SECONDS: Final = (
 _STEP_SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _TOKENS: Final = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
 _FEW: Final = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0)
-
-_SCRAPE_TIMEOUT_S: Final = 5.0
 
 
 class Histogram:
@@ -405,37 +400,3 @@ def _by_label(name: str, text: str, label: str, counts: dict[str, int]) -> Count
 
 def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:
     return HistogramMetricFamily(name, text, buckets=histogram.buckets(), sum_value=histogram.total)
-
-
-class LoopCollector(Collector):
-    """Collects on the event loop whoever asks; asked from a scraper's thread."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, read: Callable[[], list[Metric]]) -> None:
-        self._loop = loop
-        self._read = read
-
-    def collect(self) -> Iterable[Metric]:
-        """Waits for the loop; fails the scrape when it does not answer, which is news in itself."""
-
-        async def read() -> list[Metric]:
-            return self._read()
-
-        return asyncio.run_coroutine_threadsafe(read(), self._loop).result(_SCRAPE_TIMEOUT_S)
-
-
-class MetricsServer:
-    """HTTP for scrapers: /metrics on `listen` (HOST:PORT; port 0: any). Raises OSError when the port is taken."""
-
-    def __init__(self, listen: str, read: Callable[[], list[Metric]]) -> None:
-        host, _, port = listen.rpartition(":")
-        registry = CollectorRegistry(auto_describe=False)
-        # auto_describe off: registering must not collect, since the loop cannot answer while it waits for that.
-        registry.register(LoopCollector(asyncio.get_running_loop(), read))
-        self._server, self._thread = start_http_server(int(port), host.strip("[]") or "127.0.0.1", registry)
-        self.address = f"{host}:{self._server.server_port}"
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(1.0)

@@ -21,7 +21,8 @@ from scheduler_svc.admin import AdminServicer
 from scheduler_svc.config import SchedulerSettings, SettingsError, read_secret
 from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.facts import MetricsSink, Recorder
-from scheduler_svc.metrics import MetricsServer, PrometheusMetrics, collect
+from scheduler_svc.metrics import PrometheusMetrics, collect
+from scheduler_svc.metrics_server import PATH, MetricsServer
 from scheduler_svc.rpc import channels
 from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from scheduler_svc.rpc.health import HealthServicer
@@ -141,7 +142,7 @@ class SchedulerProcess:
             log.error(told, self._settings.listen, extra={"cause": str(error)})
             return EXIT_FATAL
         try:
-            exporter = self._export_metrics(service, counts)
+            exporter = await self._export_metrics(service, counts)
         except OSError as error:
             told = "cannot listen on %s: choose another address with --metrics-listen, or none"
             log.error(told, self._settings.metrics_listen, extra={"cause": error.strerror or str(error)})
@@ -162,7 +163,7 @@ class SchedulerProcess:
         finally:
             await server.stop(_STOP_GRACE_S)
             if exporter is not None:
-                await asyncio.to_thread(exporter.close)
+                await exporter.close()
 
     async def _until_done(self, service: SchedulerService) -> int:
         assert self._stop_now is not None
@@ -180,7 +181,7 @@ class SchedulerProcess:
 
     # --- parts ---
 
-    def _export_metrics(self, service: SchedulerService, counts: PrometheusMetrics) -> MetricsServer | None:
+    async def _export_metrics(self, service: SchedulerService, counts: PrometheusMetrics) -> MetricsServer | None:
         """Raises OSError when the port is taken."""
         if self._settings.metrics_listen is None:
             return None
@@ -190,9 +191,10 @@ class SchedulerProcess:
             counts.keep_ranks(client.rank for client in service.pool.clients)
             return collect(service.core, counts, "" if facts is None else facts.name)
 
-        exporter = MetricsServer(self._settings.metrics_listen, read)
+        exporter = MetricsServer(read)
+        await exporter.start(self._settings.metrics_listen)
         self.metrics_address = exporter.address
-        log.info("metrics at http://%s/metrics", exporter.address)
+        log.info("metrics at http://%s%s", exporter.address, PATH)
         channels.warn_when_exposed(exporter.address, "the metrics are readable without authentication")
         return exporter
 

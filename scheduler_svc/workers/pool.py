@@ -104,7 +104,7 @@ class WorkerPool:
         log.info("rank given up", extra={"rank": name})
 
     async def _follow(self, target: str) -> None:
-        questions: deque[asyncio.Task[tuple[str, ...] | OSError]] = deque()
+        questions: deque[asyncio.Task[tuple[str, ...] | Exception]] = deque()
         try:
             while True:
                 if len(questions) < _MAX_QUESTIONS:
@@ -122,15 +122,16 @@ class WorkerPool:
             for question in questions:
                 question.cancel()
 
-    async def _ask(self, target: str) -> tuple[str, ...] | OSError:
+    async def _ask(self, target: str) -> tuple[str, ...] | Exception:
         host, _, port = target.removeprefix(_DNS_PREFIX).rpartition(":")
         try:
             return await self._resolver.resolve(host.strip("[]"), int(port))
-        except OSError as error:
+        except Exception as error:
+            # Whatever it is, such as that no thread can be started: the name is not resolved now.
             return error
 
-    def _answered(self, target: str, answer: tuple[str, ...] | OSError) -> None:
-        if isinstance(answer, OSError):
+    def _answered(self, target: str, answer: tuple[str, ...] | Exception) -> None:
+        if isinstance(answer, Exception):
             # Not known now: whoever was there is taken to be there still.
             self._note_unresolved(target, f"cannot be resolved: {answer}")
             return

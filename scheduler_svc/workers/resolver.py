@@ -22,10 +22,10 @@ class SystemResolver:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[tuple[str, ...]] = loop.create_future()
 
-        def finish(result: tuple[str, ...] | OSError) -> None:
+        def finish(result: tuple[str, ...] | Exception) -> None:
             if answer.done():
                 return
-            if isinstance(result, OSError):
+            if isinstance(result, Exception):
                 answer.set_exception(result)
             else:
                 answer.set_result(result)
@@ -40,12 +40,13 @@ class SystemResolver:
         return await answer
 
 
-def _look_up(host: str, port: int) -> tuple[str, ...] | OSError:
+def _look_up(host: str, port: int) -> tuple[str, ...] | Exception:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         return () if error.errno in _NO_SUCH_NAME else error
-    except OSError as error:
+    except Exception as error:
+        # Among them UnicodeError, for a name that DNS cannot have.
         return error
     # Name servers turn the order with every answer; sorted, ranks keep theirs.
     addresses = {

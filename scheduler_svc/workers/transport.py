@@ -59,5 +59,5 @@ class AddressResolver(Protocol):
     async def resolve(self, host: str, port: int) -> tuple[str, ...]:
         """All addresses of a name now, as HOST:PORT, without repetition; empty when the name has none (any more).
 
-        Raises OSError when that cannot be said now.
+        Raises when that cannot be said now: OSError, mostly; RuntimeError when no thread can be started.
         """

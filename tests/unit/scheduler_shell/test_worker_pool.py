@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
+import pytest
+
 from scheduler_svc.workers.pool import WorkerPool
+from scheduler_svc.workers.resolver import SystemResolver
 from scheduler_svc.workers.session import RankState
 from tests.support.virtual_time import run_virtually
 
@@ -18,7 +22,7 @@ class SlowNames:
     """An AddressResolver that answers what was true when it was asked; `delay_s` says how much later."""
 
     def __init__(self) -> None:
-        self.answer: tuple[str, ...] | OSError = OSError("nobody knows")
+        self.answer: tuple[str, ...] | Exception = OSError("nobody knows")
         self.delay_s = 10.0
         self.num_waiting = 0
         self.most_waiting = 0
@@ -31,7 +35,7 @@ class SlowNames:
             await asyncio.sleep(self.delay_s)
         finally:
             self.num_waiting -= 1
-        if isinstance(answer, OSError):
+        if isinstance(answer, Exception):
             raise answer
         return answer
 
@@ -106,3 +110,39 @@ def test_a_name_server_that_is_slow_is_told_and_not_flooded() -> None:
         assert names.num_waiting == 0
 
     run_virtually(check())
+
+
+async def test_f120_a_name_that_cannot_be_asked_for_is_not_resolved_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads are what a process runs out of; and a label of 70 characters is none that DNS can have."""
+    resolver = SystemResolver()
+    assert await resolver.resolve("127.0.0.1", 1) == ("127.0.0.1:1",)
+    with pytest.raises(UnicodeError):
+        await asyncio.wait_for(resolver.resolve("a" * 70, 1), 30)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            await resolver.resolve("127.0.0.1", 1)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), UnicodeError("label too long")])
+def test_f120_a_resolver_that_raises_anything_ends_nothing(error: Exception) -> None:
+    async def scenario() -> None:
+        names = SlowNames()
+        names.delay_s = 0.0
+        names.answer = error
+        async with _following(names) as pool:
+            await asyncio.sleep(5)
+            assert str(error) in pool.not_ready_cause()
+            names.answer = ("10.0.0.1:50061",)
+            await asyncio.sleep(5)
+            assert [client.rank for client in pool.clients] == ["10.0.0.1:50061"]
+            # Known workers stay known.
+            names.answer = error
+            await asyncio.sleep(5)
+            assert [client.rank for client in pool.clients] == ["10.0.0.1:50061"]
+
+    run_virtually(scenario())
