@@ -11,6 +11,7 @@ import grpc.aio
 
 from scheduler_svc.frontend import codec
 from scheduler_svc.frontend.calls import Accepted, Delta, Finished
+from scheduler_svc.frontend.containment import is_containable
 from scheduler_svc.frontend.engine import FrontEnd
 from scheduler_svc.frontend.errors import INTERNAL, RequestError
 from scheduler_svc.rpc.cluster_secret import ClusterSecret
@@ -96,7 +97,9 @@ class GenerationServicer(GenerationServiceServicer):
             return await work()
         except RequestError as error:
             await _abort(context, error)
-        except Exception as error:
+        except BaseException as error:
+            if not is_containable(error):
+                raise
             # A write on a call that is over fails in ways that do not matter to anybody; gRPC's own errors mean that it
             # is over, even if the context does not know yet.
             if not context.done() and not isinstance(error, _GRPC_ERROR):

@@ -22,6 +22,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from scheduler_svc.frontend.calls import ChatMessage
+from scheduler_svc.frontend.containment import contained
 from scheduler_svc.frontend.errors import ChatError, TokenizerError
 
 ROLES: Final = ("system", "user", "assistant")
@@ -45,8 +46,8 @@ class ChatTemplate:
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         """Raises TokenizerError when the template is not valid."""
         try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+            self._template = contained(lambda: _environment().from_string(source))
+        except TokenizerError as error:
             raise TokenizerError(f"chat template: {error}") from error
         self._variables = dict(variables)
 

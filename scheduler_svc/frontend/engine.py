@@ -20,6 +20,7 @@ from scheduler_svc.frontend.calls import (
     Submission,
     TextPrompt,
 )
+from scheduler_svc.frontend.containment import contained
 from scheduler_svc.frontend.errors import (
     ABORT_NOT_ALLOWED,
     DEADLINE,
@@ -191,8 +192,9 @@ class FrontEnd:
         stop = call.sampling.stop
         if stop:
             _needed(served.tokenizer, "sampling.stop")
+        tokenizer = served.tokenizer
         return OutputAssembler(
-            None if served.tokenizer is None else served.tokenizer.decoder(token_ids),
+            None if tokenizer is None else contained(lambda: tokenizer.decoder(token_ids)),
             StopMatcher(stop) if stop else None,
             stop_ids=frozenset(sampling.eos_token_ids) | frozenset(sampling.stop_token_ids),
             min_tokens=sampling.min_tokens,
@@ -248,9 +250,12 @@ class FrontEnd:
             raise invalid((violation,), "PROMPT_TOO_LARGE", num_bytes=num_bytes, max_bytes=limit)
 
     async def _beside(self, num_bytes: int, work: Callable[[], T]) -> T:
+        def safe() -> T:
+            return contained(work, kept=(ChatError, RequestError))
+
         if self._executor is None or num_bytes <= self.limits.max_inline_text_bytes:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+            return safe()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, safe)
 
     # --- the end ---
 

@@ -16,7 +16,16 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from scheduler_svc.frontend.calls import Accepted, CancelReason, Delta, Ended, Finished, FinishReason, Usage
-from scheduler_svc.frontend.errors import CLIENT_GONE, INTERNAL, SCHEDULER_LOST, SLOW_READER, Failure, RequestError
+from scheduler_svc.frontend.containment import contained
+from scheduler_svc.frontend.errors import (
+    CLIENT_GONE,
+    INTERNAL,
+    SCHEDULER_LOST,
+    SLOW_READER,
+    Failure,
+    RequestError,
+    TokenizerError,
+)
 from scheduler_svc.frontend.limits import Limits
 from scheduler_svc.frontend.output_text import OutputAssembler
 
@@ -177,8 +186,8 @@ class Generation:
         if self._last is not None or self._dropped or self._output.stop_string is not None:
             return
         try:
-            delta = self._output.push(token_ids)
-        except Exception:
+            delta = contained(lambda: self._output.push(token_ids))
+        except TokenizerError:
             log.exception("output could not be decoded", extra={"request_id": self.request_id})
             self.give_up(INTERNAL)
             return
@@ -205,8 +214,8 @@ class Generation:
 
     def _finish(self, ended: Ended) -> None:
         try:
-            rest = self._output.finish(ended.stop_token_id)
-        except Exception:
+            rest = contained(lambda: self._output.finish(ended.stop_token_id))
+        except TokenizerError:
             log.exception("output could not be decoded", extra={"request_id": self.request_id})
             self._fail(INTERNAL)
             return

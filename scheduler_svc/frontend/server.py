@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import socket
+import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -84,6 +85,7 @@ class FrontEndProcess:
     async def serve(self, *, signals: bool = False) -> int:
         """Until `stop` and the drain that follows; the exit code. signals: SIGINT and SIGTERM call `stop`."""
         executor = ThreadPoolExecutor(_NUM_TOKENIZING_THREADS, thread_name_prefix="tokenize")
+        _start_threads(executor)
         transport = GrpcTransport(self._settings.scheduler, self._secret)
         session = SessionClient(
             transport,
@@ -212,6 +214,13 @@ class FrontEndProcess:
         finally:
             idle.cancel()
             hurried.cancel()
+
+
+def _start_threads(executor: ThreadPoolExecutor) -> None:
+    """Have all threads now: later, the machine may have none to give, and a call would fail for it."""
+    together = threading.Barrier(_NUM_TOKENIZING_THREADS)
+    for _ in range(_NUM_TOKENIZING_THREADS):
+        executor.submit(together.wait)
 
 
 async def _load_tokenizer(executor: ThreadPoolExecutor, files: Mapping[str, bytes]) -> Tokenizer:

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from scheduler_svc.frontend import codec
 from scheduler_svc.frontend.calls import CancelReason, Ended, ModelDescription, Submission
+from scheduler_svc.frontend.containment import is_containable
 from scheduler_svc.frontend.errors import (
     NO_WORKER,
     SCHEDULER_DRAINING,
@@ -29,7 +30,6 @@ from scheduler_svc.frontend.errors import (
     RequestError,
     SessionLost,
     SessionProtocolError,
-    TokenizerError,
 )
 from scheduler_svc.frontend.limits import Limits
 from scheduler_svc.frontend.text import Tokenizer
@@ -42,6 +42,12 @@ PROTOCOL_REVISION = 2
 _OLDEST_REVISION = 2
 # Handles travel in int32 columns.
 _MAX_HANDLE = 2**31 - 1
+
+# Once for each model, however often the scheduler is lost.
+TOKENIZER_UNUSABLE = (
+    "the model's tokenizer cannot be used, so only token ids are served: repair the model's files, then start its "
+    "workers and the front ends anew"
+)
 
 log = logging.getLogger(__name__)
 
@@ -305,15 +311,17 @@ class SessionClient:
         while True:
             try:
                 await self._serve()
-            except Exception as error:
+            except asyncio.CancelledError:
+                self._lose("the front end stops", logging.INFO)
+                raise
+            except BaseException as error:
+                if not is_containable(error):
+                    raise
                 if not isinstance(error, SessionLost | SessionProtocolError):
                     log.exception("session failed")
                 if self._attached:
                     backoff_s = self._timing.first_backoff_s
                 self._lose(str(error))
-            except asyncio.CancelledError:
-                self._lose("the front end stops", logging.INFO)
-                raise
             await asyncio.sleep(self._jittered(backoff_s))
             backoff_s = min(backoff_s * 2, self._timing.max_backoff_s)
 
@@ -389,7 +397,9 @@ class SessionClient:
             await work()
         except SessionLost:
             stream.close()
-        except Exception:
+        except BaseException as error:
+            if not is_containable(error):
+                raise
             log.exception("session failed")
             stream.close()
 
@@ -490,7 +500,7 @@ class SessionClient:
             files.setdefault(chunk.file_name, bytearray()).extend(chunk.data)
         try:
             return ServedModel(description, await self._load_tokenizer({name: bytes(d) for name, d in files.items()}))
-        except TokenizerError as error:
-            # Token ids can still be served.
-            log.error("the model's tokenizer cannot be used", extra={"cause": str(error), "model": description.name})
+        except Exception as error:
+            # TokenizerError, or that no thread can be had to load it in. Token ids can still be served.
+            log.error(TOKENIZER_UNUSABLE, extra={"cause": str(error), "model": description.name})
             return ServedModel(description, None)

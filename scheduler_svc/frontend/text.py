@@ -16,6 +16,7 @@ from tokenizers.processors import TemplateProcessing
 
 from scheduler_svc.frontend.calls import ChatMessage
 from scheduler_svc.frontend.chat import ChatTemplate, check_roles
+from scheduler_svc.frontend.containment import contained
 from scheduler_svc.frontend.errors import ChatError, TokenizerError
 from scheduler_svc.frontend.output_text import TokenDecoder
 
@@ -52,7 +53,25 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
-    """A tokenizer from the model's files by name. Takes up to seconds. Raises TokenizerError."""
+    """A tokenizer from the model's files by name, tried out. Takes up to seconds. Raises TokenizerError, whatever is
+    wrong with the files."""
+    tokenizer = contained(lambda: _load(files), kept=(TokenizerError,))
+    try:
+        contained(lambda: _try_out(tokenizer))
+    except TokenizerError as error:
+        raise TokenizerError(f"the letter a cannot be encoded and decoded: {error}") from error
+    return tokenizer
+
+
+def _try_out(tokenizer: Tokenizer) -> None:
+    # Some files are taken and then fail at every text.
+    token_ids = tokenizer.encode_text("a")
+    decoder = tokenizer.decoder(token_ids)
+    for token_id in token_ids:
+        decoder.push(token_id)
+
+
+def _load(files: Mapping[str, bytes]) -> Tokenizer:
     try:
         if BYTE_TOKENIZER_FILE in files:
             return ByteTokenizer(_object(files[BYTE_TOKENIZER_FILE], BYTE_TOKENIZER_FILE))
@@ -69,7 +88,7 @@ def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
 def _object(data: bytes, name: str) -> dict[str, Any]:
     try:
         value = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{name}: {error}") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{name}: not a JSON object")
@@ -226,8 +245,8 @@ def _single_byte(token_id: int) -> bytes:
 
 def _parse(tokenizer_json: bytes) -> tokenizers.Tokenizer:
     try:
-        tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
-    except Exception as error:
+        tokenizer = contained(lambda: tokenizers.Tokenizer.from_buffer(tokenizer_json))
+    except TokenizerError as error:
         raise TokenizerError(f"{TOKENIZER_FILE}: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -258,13 +277,15 @@ def _bos_eos_processor(
     bos = named.get("bos_token") if config.get("add_bos_token") else None
     eos = named.get("eos_token") if config.get("add_eos_token") else None
     special = []
-    for text in (bos, eos):
+    # The template has names of its own for them: a token may be anything, such as "a:b" or "$A", which mean something
+    # there.
+    for name, text in (("bos", bos), ("eos", eos)):
         if text is not None:
             token_id = tokenizer.token_to_id(text)
             if token_id is None:
                 raise TokenizerError(f"{CONFIG_FILE}: {text!r} is not in the vocabulary")
-            special.append((text, token_id))
-    single = [part for part in (bos, "$A", eos) if part is not None]
+            special.append({"id": name, "ids": [token_id], "tokens": [text]})
+    single = [*(["bos"] if bos is not None else []), "$A", *(["eos"] if eos is not None else [])]
     return TemplateProcessing(single=single, pair=[*single, "$B"], special_tokens=special)
 
 

@@ -22,6 +22,7 @@ from scheduler_svc.frontend import codec as front_end_codec
 from scheduler_svc.frontend.calls import Delta, GenerateCall, IdsPrompt, Sampling
 from scheduler_svc.frontend.errors import RequestError
 from scheduler_svc.frontend.limits import Limits
+from scheduler_svc.frontend.session_client import TOKENIZER_UNUSABLE
 from scheduler_svc.service import ServiceOptions
 from scheduler_svc.workers.session import Timeouts
 from stepfence.v1 import session_service_pb2, worker_service_pb2
@@ -357,7 +358,7 @@ class _Errors(logging.Handler):
 _EXPECTED_ERRORS: Final = frozenset(
     {
         ("worker_svc.executor", "step failed"),
-        ("scheduler_svc.frontend.session_client", "the model's tokenizer cannot be used"),
+        ("scheduler_svc.frontend.session_client", TOKENIZER_UNUSABLE),
     }
 )
 

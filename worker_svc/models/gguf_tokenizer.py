@@ -49,12 +49,22 @@ _PRE_TOKENIZERS = {
 
 def write_tokenizer(fields: Mapping[str, Any], path: Path) -> None:
     """Write tokenizer.json. Raises UnsupportedModel for a vocabulary or splitting rule that is not known here,
-    BrokenModel for one that contradicts itself."""
+    BrokenModel for one that contradicts itself, and OSError when it cannot be written."""
     build_tokenizer(fields).save(str(path))
 
 
 def build_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer described by a file's metadata."""
+    """The tokenizer described by a file's metadata. Raises UnsupportedModel or BrokenModel."""
+    try:
+        return _build_tokenizer(fields)
+    except (BrokenModel, UnsupportedModel, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        # A panic of the Rust library, among others, is no Exception.
+        raise BrokenModel(f"the GGUF file's tokenizer cannot be used: {type(error).__name__}: {error}") from error
+
+
+def _build_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
     kind = fields["tokenizer.ggml.model"]
     if kind != "gpt2":
         raise UnsupportedModel(
@@ -101,10 +111,12 @@ def _post_process(tokenizer: Tokenizer, tokens: list[str], fields: Mapping[str, 
     byte_level = processors.ByteLevel(trim_offsets=False)
     bos_id = fields.get("tokenizer.ggml.bos_token_id")
     if fields.get("tokenizer.ggml.add_bos_token", False) and bos_id is not None:
-        bos = tokens[bos_id]
-        template = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
-        )
+        if not 0 <= bos_id < len(tokens):
+            raise BrokenModel(f"tokenizer.ggml.bos_token_id is {bos_id}, of {len(tokens)} tokens")
+        # The template has a name of its own for it: a token may be anything, such as "a:b" or "$A", which mean
+        # something there.
+        bos = {"id": "bos", "ids": [bos_id], "tokens": [tokens[bos_id]]}
+        template = processors.TemplateProcessing(single="bos $A", pair="bos $A bos $B", special_tokens=[bos])
         tokenizer.post_processor = processors.Sequence([byte_level, template])
     else:
         tokenizer.post_processor = byte_level

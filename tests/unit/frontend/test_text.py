@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from functools import cache
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_svc.frontend.calls import ChatMessage
+from scheduler_svc.frontend.containment import contained
 from scheduler_svc.frontend.errors import ChatError, TokenizerError
 from scheduler_svc.frontend.text import ByteTokenizer, Tokenizer, load_tokenizer
 from tests.unit.frontend.tokenizer_files import byte_level_json, chat_config, files, metaspace_json
@@ -301,3 +303,81 @@ def test_the_byte_tokenizer_keeps_special_tokens_to_its_template() -> None:
 def test_unusable_files_are_told(model: dict[str, bytes]) -> None:
     with pytest.raises(TokenizerError):
         load_tokenizer(model)
+
+
+def _changed(**parts: Any) -> bytes:
+    """The byte-level tokenizer with other parts."""
+    return json.dumps({**json.loads(byte_level_json()), **parts}).encode()
+
+
+_PANICS_AT_LOAD = _changed(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"})
+_PANICS_AT_EVERY_TEXT = _changed(pre_tokenizer={"type": "FixedLength", "length": 0})
+_MISSING_SPECIAL = _changed(
+    post_processor={
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "missing", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {},
+    }
+)
+_WITHOUT_UNKNOWN = _changed(model={"type": "Unigram", "vocab": [["b", -1.0]], "unk_id": None}, added_tokens=[])
+_DEEP = 100_000
+
+
+@pytest.mark.parametrize(
+    "model, told",
+    [
+        (files(_PANICS_AT_LOAD, {}), "tokenizer.json: PanicException: "),
+        (files(_PANICS_AT_EVERY_TEXT, {}), "cannot be encoded and decoded: PanicException: chunk size"),
+        (files(_MISSING_SPECIAL, {}), "cannot be encoded and decoded: PanicException: "),
+        (files(_WITHOUT_UNKNOWN, {}), "cannot be encoded and decoded: Exception: Encountered an unknown token"),
+        ({"tokenizer.json": b"[" * _DEEP}, "tokenizer.json: "),
+        ({"tokenizer.json": b'{"model": ' + b"[" * _DEEP}, "tokenizer.json: "),
+        ({"tokenizer.json": byte_level_json(), "tokenizer_config.json": b"[" * _DEEP}, "tokenizer_config.json: "),
+        ({"byte_tokenizer.json": b"[" * _DEEP}, "byte_tokenizer.json: "),
+        (files(byte_level_json(), {"chat_template": "{{" + "(" * 5000 + "1" + ")" * 5000 + "}}"}), "chat template: "),
+        (files(byte_level_json(), {"chat_template": "{% if 1 %}" * 3000 + "{% endif %}" * 3000}), "chat template: "),
+        (files(byte_level_json(), {"chat_template": "{% for a in b %}" * 60 + "{% endfor %}" * 60}), "chat template: "),
+        (files(byte_level_json(), {"add_bos_token": True, "bos_token": "\ud800"}), "UnicodeEncodeError"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_f121_whatever_is_wrong_with_the_files_is_one_error_that_says_what(model: dict[str, bytes], told: str) -> None:
+    with pytest.raises(TokenizerError) as error:
+        load_tokenizer(model)
+    assert told in str(error.value)
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("token", ["a:b", "a:b:c", "$A", "$B", "with space", ":", "$"])
+def test_f121_a_beginning_of_sequence_may_be_any_text(token: str) -> None:
+    description = json.loads(byte_level_json())
+    token_id = max(description["model"]["vocab"].values()) + 1
+    description["model"]["vocab"][token] = token_id
+    config = {"add_bos_token": True, "add_eos_token": True, "bos_token": token, "eos_token": "<|im_end|>"}
+    tokenizer = load_tokenizer(files(json.dumps(description).encode(), config))
+    (plain_id,) = load_tokenizer(files(byte_level_json(), {})).encode_text("a")
+    assert tokenizer.encode_text("a") == [token_id, plain_id, 2]
+
+
+class _Panic(BaseException):
+    """As pyo3_runtime.PanicException: no Exception."""
+
+
+@pytest.mark.parametrize("error", [_Panic("p"), RecursionError("p"), MemoryError("p"), ValueError("p"), OSError("p")])
+def test_f121_every_failure_is_contained(error: BaseException) -> None:
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(TokenizerError, match=f"{type(error).__name__}: p") as told:
+        contained(fail, kept=(ChatError,))
+    assert told.value.__cause__ is error
+
+
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit, ChatError])
+def test_f121_what_ends_a_task_or_the_process_is_not(kind: type[BaseException]) -> None:
+    def fail() -> None:
+        raise kind
+
+    with pytest.raises(kind):
+        contained(fail, kept=(ChatError,))

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 
 from tests.support.oracle import assert_greedy_equal, greedy_entry
 from tests.support.step_loop import StepLoop
 from tests.unit.model.tiny import Settings, tiny_llama, write_gguf
 from worker_svc import memory
 from worker_svc.memory import ALLOWANCE_BYTES, MemoryLimit, NotEnoughMemory
+from worker_svc.models import gguf_tokenizer
 from worker_svc.models.config import BrokenModel, UnsupportedModel
 from worker_svc.models.gguf import convert_gguf
+from worker_svc.models.gguf_tokenizer import build_tokenizer
 from worker_svc.runner.model_runner import ModelRunner
 
 PROMPT = [5, 77, 30, 201, 8, 8, 130]
@@ -175,3 +178,53 @@ def test_unsupported_files_say_what_is_supported(tmp_path: Path) -> None:
     write_gguf(tmp_path / "spm.gguf", model, tokenizer_model="llama")
     with pytest.raises(UnsupportedModel, match=r"'llama'; supported: gpt2"):
         convert_gguf(tmp_path / "spm.gguf", tmp_path / "cache")
+
+
+def _fields(**changes: Any) -> dict[str, Any]:
+    tokens = ["<s>", "a:b", "$A", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    fields = {
+        "model": "gpt2",
+        "tokens": tokens,
+        "merges": [],
+        "token_type": [3, 3, 3],
+        "bos_token_id": 1,
+        "add_bos_token": True,
+        **changes,
+    }
+    return {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+
+
+@pytest.mark.parametrize("bos_token_id", [0, 1, 2])
+def test_f121_a_beginning_of_sequence_may_be_any_text(bos_token_id: int) -> None:
+    tokenizer = build_tokenizer(_fields(bos_token_id=bos_token_id))
+    assert tokenizer.encode("x").ids[0] == bos_token_id
+    again = Tokenizer.from_str(tokenizer.to_str())
+    assert again.encode("x").ids == tokenizer.encode("x").ids
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"bos_token_id": 99_999}, "bos_token_id is 99999"),
+        ({"bos_token_id": -1}, "bos_token_id is -1"),
+        ({"merges": ["q"]}, "not a pair"),
+        ({"merges": [7]}, "cannot be used: AttributeError"),
+        ({"tokens": ["<s>", 5]}, "cannot be used: TypeError|hold its own merges"),
+        ({"tokens": 5}, "cannot be used: TypeError"),
+    ],
+)
+def test_f121_whatever_is_wrong_with_the_vocabulary_is_a_broken_model(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(BrokenModel, match=told):
+        build_tokenizer(_fields(**changes))
+
+
+def test_f121_a_panic_of_the_library_is_a_broken_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Panic(BaseException):
+        pass
+
+    def panic(*arguments: object) -> None:
+        raise Panic("in Rust")
+
+    monkeypatch.setattr(gguf_tokenizer, "_add_special_tokens", panic)
+    with pytest.raises(BrokenModel, match="cannot be used: Panic: in Rust"):
+        build_tokenizer(_fields())

@@ -1,0 +1,156 @@
+"""A tokenizer or a template that fails in any way: calls end with a status, and the front end goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from scheduler_svc.frontend.session_client import TOKENIZER_UNUSABLE
+from stepfence.v1 import generation_service_pb2 as pb
+from tests.contract.frontend.harness import complete, read_stream, refusal, served, text_request, until
+from tests.support.session_double import BYTE_TOKENIZER, SessionDouble
+from tests.unit.frontend.tokenizer_files import byte_level_json, files
+
+
+class _Panic(BaseException):
+    """As pyo3_runtime.PanicException: no Exception."""
+
+
+def _panicking() -> dict[str, bytes]:
+    description = json.loads(byte_level_json())
+    description["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    return files(json.dumps(description).encode(), {})
+
+
+_BROKEN = {
+    "a panic": _panicking(),
+    "deep nesting": {"tokenizer.json": byte_level_json(), "tokenizer_config.json": b"[" * 100_000},
+    "a template that is nested too deeply": files(
+        byte_level_json(), {"chat_template": "{% if 1 %}" * 3000 + "{% endif %}" * 3000}
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", _BROKEN)
+async def test_f121_token_ids_are_served_without_a_usable_tokenizer(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    double = SessionDouble(files=_BROKEN[kind])
+    double.play = lambda submit: [b"ok"]
+    async with served(double) as under_test:
+        for _ in range(2):
+            request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2, 3]))
+            assert (await read_stream(under_test.stub.Generate(request, timeout=30))).token_ids == list(b"ok")
+            chat = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")]))
+            for refused in (text_request(), chat):
+                told = await refusal(under_test.stub.Complete(complete(refused), timeout=30))
+                assert (told.code, told.reason) == ("INVALID_ARGUMENT", "NO_TOKENIZER")
+            # The same model again: nothing more to say.
+            num_hellos = len(double.hellos)
+            double.drop_stream()
+            await until(lambda: len(double.hellos) > num_hellos)  # noqa: B023
+            await under_test.until_health(1)
+        errors = [record for record in caplog.records if record.levelno >= logging.ERROR]
+        assert [record.msg for record in errors] == [TOKENIZER_UNUSABLE]
+
+
+class _FaultyTokenizer:
+    """Encodes bytes; fails where it is asked to."""
+
+    def __init__(self, place: str, error: BaseException) -> None:
+        self._place = place
+        self._error = error
+
+    def _fail(self, place: str) -> None:
+        if place == self._place:
+            raise self._error
+
+    def encode_text(self, text: str) -> list[int]:
+        self._fail("text")
+        return list(text.encode())
+
+    def encode_chat(self, messages: Sequence[Any]) -> list[int]:
+        self._fail("chat")
+        return [1]
+
+    def decoder(self, prompt_token_ids: Sequence[int]) -> Any:
+        self._fail("decoder")
+        return self
+
+    # --- the decoder ---
+
+    pending = False
+
+    def push(self, token_id: int) -> str:
+        self._fail("output")
+        if token_id == ord("!"):
+            self._fail("late output")
+        return chr(token_id)
+
+
+def _chat(content: str) -> pb.GenerateRequest:
+    return pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content=content)]))
+
+
+_REQUESTS: dict[str, tuple[str, Callable[[], pb.GenerateRequest]]] = {
+    "a short text": ("text", text_request),
+    "a text that is tokenized in a thread": ("text", lambda: text_request("a" * 900 + " " * 2000)),
+    "a short chat": ("chat", lambda: _chat("hi")),
+    "a chat that is rendered in a thread": ("chat", lambda: _chat("a" * 3000)),
+    "what reads the output": ("decoder", text_request),
+    "the output": ("output", text_request),
+    "the end of the output": ("late output", text_request),
+}
+
+
+@pytest.mark.parametrize("error", [_Panic("p"), RecursionError("p"), MemoryError("p")], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("kind", _REQUESTS)
+async def test_f121_every_call_ends_with_a_status_and_the_front_end_goes_on(kind: str, error: BaseException) -> None:
+    place, request = _REQUESTS[kind]
+    double = SessionDouble()
+    double.play = lambda submit: [b"ok", b"ok!"]
+    async with served(double) as under_test:
+        session = under_test.process.front_end._session
+        served_model = session._model
+        assert served_model is not None
+        faulty = type(served_model)(served_model.description, _FaultyTokenizer(place, error))
+        session._model = faulty
+        for call in (
+            under_test.stub.Generate(request(), timeout=30),
+            under_test.stub.Complete(complete(request()), timeout=30),
+        ):
+            told = await refusal(call)
+            assert (told.code, told.reason) == ("INTERNAL", "INTERNAL_ERROR")
+        session._model = served_model
+        assert (await under_test.stub.Complete(complete(text_request()), timeout=30)).text == "okok!"
+        assert len(double.hellos) == 1
+        await under_test.until_nothing_is_left()
+
+
+async def test_f121_a_failure_while_the_model_is_fetched_is_tried_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it is: the stream is opened again, and the session lives on."""
+    double = SessionDouble(files=BYTE_TOKENIZER)
+    double.play = lambda submit: [b"ok"]
+    async with served(double) as under_test:
+        session = under_test.process.front_end._session
+        transport, broken = session._transport, [True, True]
+        get_model = transport.get_model
+
+        async def fail() -> Any:
+            if broken:
+                broken.pop()
+                raise _Panic("p")
+            return await get_model()
+
+        monkeypatch.setattr(transport, "get_model", fail)
+        double.drop_stream()
+        await until(lambda: not broken)
+        await under_test.until_health(1)
+        assert (await under_test.stub.Complete(complete(text_request()), timeout=30)).text == "ok"
+    assert "session failed" in caplog.text
