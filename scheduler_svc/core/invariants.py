@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from scheduler_svc.core.rank import RankState
-from scheduler_svc.core.request import LIVE, QUEUED, Run, Status
+from scheduler_svc.core.request import CHUNK, DRAFTS, ENDED, LIVE, QUEUED, RESULT_FIRST, Run, Status
 from scheduler_svc.core.rules import Fence
 from scheduler_svc.core.state import CoreState
 from scheduler_svc.core.views import RankAuditFacts
@@ -133,8 +133,8 @@ def running_is_running(state: CoreState, rank: RankState) -> Iterator[str]:
             yield f"{request.request_id} in running is {request.status.value}"
     if len(rank.running) > state.config.max_num_seqs:
         yield f"{len(rank.running)} run, more than max_num_seqs"
-    if rank.num_decodes != sum(not run.is_prefill_chunk for run in rank.running):
-        yield f"num_decodes is {rank.num_decodes}"
+    if list(rank.prefills) != [run for run in rank.prefills if run in rank.running]:
+        yield f"prefills holds {[run for run in rank.prefills if run not in rank.running]}, which do not run"
 
 
 def tables_cover_computed(state: CoreState, rank: RankState) -> Iterator[str]:
@@ -147,6 +147,20 @@ def tables_cover_computed(state: CoreState, rank: RankState) -> Iterator[str]:
             yield f"{request.request_id} computed {run.computed} with room for {run.capacity}"
         if run.computed > request.num_tokens + request.awaited:
             yield f"{request.request_id} computed {run.computed} of {request.num_tokens} + {request.awaited}"
+
+
+def special_says_the_truth(state: CoreState, rank: RankState) -> Iterator[str]:
+    """Bits of `special` are set exactly where their reason holds, and a plain run lacks exactly one token."""
+    for run in rank.running:
+        request = run.request
+        bits = (CHUNK if run in rank.prefills else 0) | (RESULT_FIRST if request.needs_result_first else 0)
+        bits |= (DRAFTS if request.drafts else 0) | (ENDED if run.ended else 0)
+        if run.special != bits:
+            yield f"{request.request_id} is special by {run.special:b}, but should be by {bits:b}"
+        if not run.special and run.computed + 1 != request.num_tokens + request.awaited:
+            yield f"{request.request_id} is plain and lacks not one token: {run.computed} of {request.num_tokens}"
+        if run.plain_until != min(run.capacity - state.config.num_lookahead_slots, request.limit - 1):
+            yield f"{request.request_id} is plain until {run.plain_until}"
 
 
 def in_flight_matches_window(state: CoreState, rank: RankState) -> Iterator[str]:
@@ -226,6 +240,7 @@ _RANK_RULES: tuple[Callable[[CoreState, RankState], Iterator[str]], ...] = (
     fences_are_ordered,
     running_is_running,
     tables_cover_computed,
+    special_says_the_truth,
     in_flight_matches_window,
     rows_are_distinct,
 )

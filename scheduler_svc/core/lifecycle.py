@@ -5,7 +5,7 @@ from __future__ import annotations
 from scheduler_svc.core import reasons
 from scheduler_svc.core.events import AbortCause, EndReason, RequestEnded, RequestPreempted
 from scheduler_svc.core.rank import RankState
-from scheduler_svc.core.request import Request, Run, Status, transition
+from scheduler_svc.core.request import ENDED, Request, Run, Status, transition
 from scheduler_svc.core.state import CoreState
 from scheduler_svc.core.stats import Usage
 
@@ -31,7 +31,7 @@ def preempt(state: CoreState, rank: RankState, run: Run, *, beneficiary: str, ca
     account.high_water = max(account.high_water, run.computed)
     _end_run(rank, run, "preempted")
     transition(victim, Status.PREEMPTED)
-    victim.drafts = ()
+    victim.drafts = []
     account.num_preemptions += 1
     # The loss of a rank is noticed late: its requests stood still before.
     account.preempted_at = max(rank.quiet_since, run.run_since) if cause == "rank_lost" else state.now
@@ -52,6 +52,7 @@ def _end_run(rank: RankState, run: Run, reason: str) -> None:
     rank.remove(run)
     rank.free_blocks_of(run, reason)
     run.ended = True
+    run.mark(ENDED)
     run.settled = run.in_flight = 0
 
 
@@ -82,7 +83,7 @@ def finish(
             if other.reserved_for is request:
                 other.reserved_for = None
     transition(request, status)
-    request.drafts = ()
+    request.drafts = []
     del state.requests[request.request_id]
     state.policy.on_finish(request)
     if rank is not None:

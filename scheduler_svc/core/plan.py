@@ -10,7 +10,7 @@ from array import array
 from scheduler_svc.core.inflight import StepRecord
 from scheduler_svc.core.output import DeferredFree, NewRow, SchedulerOutput
 from scheduler_svc.core.rank import RankState
-from scheduler_svc.core.request import Request, Run
+from scheduler_svc.core.request import CHUNK, Request, Run
 from scheduler_svc.core.stats import Totals
 
 _NO_COLUMN: array[int] = array("i")
@@ -171,9 +171,9 @@ class StepPlan:
             run.in_flight += n
             end = run.settled + run.in_flight
             if end >= request.num_tokens + request.awaited:
-                if run.is_prefill_chunk:
+                if run.special & CHUNK:
                     self._count_recomputed(request, end - n, end, totals)
-                    self._set_chunk(run, False)
+                    self.rank.set_chunk(run, False)
                 tokens = 1 if not self.drafts else 1 + len(self.drafts.get(run, ()))
                 request.awaited += tokens
                 if tokens > 1:
@@ -182,15 +182,10 @@ class StepPlan:
                 expected.append(tokens)
             else:
                 self._count_recomputed(request, end - n, end, totals)
-                self._set_chunk(run, True)
+                self.rank.set_chunk(run, True)
                 expected.append(0)
         totals.num_computed_tokens += sum(self.num_tokens)
         return expected, num_sampling
-
-    def _set_chunk(self, run: Run, is_chunk: bool) -> None:
-        if run.is_prefill_chunk is not is_chunk:
-            run.is_prefill_chunk = is_chunk
-            self.rank.num_decodes += -1 if is_chunk else 1
 
     @staticmethod
     def _count_recomputed(request: Request, start: int, end: int, totals: Totals) -> None:

@@ -6,7 +6,7 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.inflight import InflightWindow
 from scheduler_svc.core.kv.manager import KvManager
 from scheduler_svc.core.reasons import SkipReason
-from scheduler_svc.core.request import Request, Run
+from scheduler_svc.core.request import CHUNK, Request, Run
 from scheduler_svc.core.throttle import Throttle
 
 
@@ -22,9 +22,9 @@ class RankState:
         "last_pass",
         "last_pass_fence",
         "name",
-        "num_decodes",
         "num_rows",
         "preempted_ids",
+        "prefills",
         "quiet_since",
         "released_rows",
         "reserved_for",
@@ -48,12 +48,13 @@ class RankState:
             caching=config.enable_prefix_caching,
             deferring=deferring,
             watermark=config.watermark,
+            lookahead=config.num_lookahead_slots,
         )
         self.window = InflightWindow(config.max_inflight_steps)
         # In order of admission.
         self.running: dict[Run, None] = {}
-        # Of running, those whose last row was not a partial prefill.
-        self.num_decodes = 0
+        # Of running, those whose last row was a partial prefill, and those that have no row yet.
+        self.prefills: dict[Run, None] = {}
         self.num_rows = config.num_rows
         self.free_rows = list(range(self.num_rows - 1, -1, -1))
         # To be told to the worker with the next step.
@@ -78,15 +79,28 @@ class RankState:
     def admit(self, request: Request, now: float) -> Run:
         """Begin a run of the request, with a row of the worker's batch and no blocks yet."""
         run = request.run = Run(request, self, self.free_rows.pop(), now)
-        self.running[run] = None
+        self.running[run] = self.prefills[run] = None
         return run
+
+    @property
+    def num_decodes(self) -> int:
+        """Running requests whose last row was not a partial prefill."""
+        return len(self.running) - len(self.prefills)
+
+    def set_chunk(self, run: Run, is_chunk: bool) -> None:
+        """Whether the run's last row was a partial prefill: the only place where that changes."""
+        if is_chunk:
+            self.prefills[run] = None
+            run.mark(CHUNK)
+        else:
+            del self.prefills[run]
+            run.clear(CHUNK)
 
     def remove(self, run: Run) -> None:
         """Take out of running; its row is free again once the step that tells the worker is acknowledged."""
         del self.running[run]
         self.released_rows.append(run.row)
-        if not run.is_prefill_chunk:
-            self.num_decodes -= 1
+        self.prefills.pop(run, None)
 
     def reuse_rows(self, rows: list[int]) -> None:
         self.free_rows.extend(rows)

@@ -215,7 +215,7 @@ class Request:
         self.awaited_optional = 0
         # The latest run, kept when it has ended; None before the first one and after the end of the request.
         self.run: Run | None = None
-        self.drafts: tuple[int, ...] | list[int] = ()
+        self.drafts: list[int] = []
         # Epochs in a row that ended under its rows without a new token, and its length when the last one did.
         self.fruitless_epochs = 0
         self.tokens_at_loss = -1
@@ -243,6 +243,16 @@ class Request:
         return f"<{self.request_id} {self.status.value} {self.num_tokens} tokens, {self.computed} computed>"
 
 
+# Bits of Run.special. Partial prefill: the last row left known tokens to compute.
+CHUNK = 1
+# Each row needs the result of the row before.
+RESULT_FIRST = 2
+# It has ended.
+ENDED = 4
+# Drafts wait for its next row.
+DRAFTS = 8
+
+
 class Run:
     """One stay of a request on a rank, from its admission until it is preempted, ends, or its rank is lost. Results
     that come after that append tokens to the request and change nothing else."""
@@ -254,14 +264,15 @@ class Run:
         "drops_results",
         "ended",
         "in_flight",
-        "is_prefill_chunk",
         "last_fence",
         "num_cached",
+        "plain_until",
         "rank",
         "request",
         "row",
         "run_since",
         "settled",
+        "special",
     )
 
     def __init__(self, request: Request, rank: RunsOn, row: int, now: float) -> None:
@@ -277,13 +288,20 @@ class Run:
         # Tokens whose KV is on the rank for sure, and tokens dispatched (plan, settlement).
         self.settled = 0
         self.in_flight = 0
-        # Whether the last scheduled row left known tokens to compute (plan); until the first one is built, it did.
-        self.is_prefill_chunk = True
+        # Why it is no plain decode: bits, written by mark and clear only. Until its first row is built it counts as a
+        # partial prefill.
+        self.special = CHUNK
+        if request.needs_result_first:
+            self.special |= RESULT_FIRST
+        if request.drafts:
+            self.special |= DRAFTS
         # fence_seq of the newest step that holds a row of it; 0: none (plan).
         self.last_fence = 0
         # The block table, and len(blocks) * block_size (kv).
         self.blocks: list[int] = []
         self.capacity = 0
+        # A row of one token that ends here or before has its slot, slots to look ahead, and a token to yield (kv).
+        self.plain_until = 0
         # Leading blocks that are in the prefix index, and the number of tokens at which the next one will be full (kv).
         self.num_cached = 0
         self.cache_at = request.chain.first_cache_at
@@ -293,8 +311,31 @@ class Run:
         """Settled and in flight: the reference's num_computed_tokens."""
         return self.settled + self.in_flight
 
+    @property
+    def is_prefill_chunk(self) -> bool:
+        """Whether its last row left known tokens to compute."""
+        return bool(self.special & CHUNK)
+
+    def mark(self, bit: int) -> None:
+        """From now on every row of it is looked at as a whole."""
+        self.special |= bit
+
+    def clear(self, bit: int) -> None:
+        """This reason is gone. Without any the run is plain: it lacks exactly one token."""
+        self.special &= ~bit
+
     def __repr__(self) -> str:
         return f"<run of {self.request.request_id}, {self.settled}+{self.in_flight}>"
+
+
+def give_drafts(request: Request, drafts: list[int]) -> None:
+    """Drafts for the next row of the request, in place of those it has."""
+    request.drafts = drafts
+    if request.run is not None and not request.run.ended:
+        if drafts:
+            request.run.mark(DRAFTS)
+        else:
+            request.run.clear(DRAFTS)
 
 
 def transition(request: Request, to: Status) -> None:

@@ -6,7 +6,7 @@ from scheduler_svc.core import lifecycle, reasons, rows
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.reasons import SkipReason
-from scheduler_svc.core.request import Run
+from scheduler_svc.core.request import Run, give_drafts
 from scheduler_svc.core.state import CoreState
 
 # Sentinel of `_consider`: stop the pass.
@@ -17,7 +17,6 @@ def run(state: CoreState, rank: RankState, plan: StepPlan, *, defer_prefills: bo
     """Give tokens to running requests in their order, over a snapshot: what a preemption removes is passed by, nothing
     is visited twice. A plain decode, one token with room and nothing to cache, is decided in this loop; all else is
     `_consider`."""
-    lookahead = state.config.num_lookahead_slots
     add_run, add_count = plan.runs.append, plan.num_tokens.append
     rank.stopped = None
     left = plan.tokens_left
@@ -25,32 +24,22 @@ def run(state: CoreState, rank: RankState, plan: StepPlan, *, defer_prefills: bo
         if left <= 0:
             rank.stopped = reasons.NO_BUDGET
             break
-        request = run.request
-        awaited = request.awaited
         end = run.settled + run.in_flight + 1
-        if (
-            end == request.num_tokens + awaited
-            and end + lookahead <= run.capacity
-            and (end < run.cache_at or request.num_tokens < run.cache_at)
-            and end < request.limit
-            and not run.is_prefill_chunk
-            and not request.drafts
-            and not (awaited and request.needs_result_first)
-            and not run.ended
-        ):
-            n = 1
-        else:
-            plan.tokens_left = left
-            n = _consider(state, rank, plan, run, defer_prefills)
-            left = plan.tokens_left
-            if n == _END_OF_PASS:
-                rank.stopped = reasons.BEHIND_PREEMPTION
-                break
-            if n == 0:
-                continue
-        add_run(run)
-        add_count(n)
-        left -= n
+        if not run.special and end <= run.plain_until and (end < run.cache_at or run.request.num_tokens < run.cache_at):
+            add_run(run)
+            add_count(1)
+            left -= 1
+            continue
+        plan.tokens_left = left
+        n = _consider(state, rank, plan, run, defer_prefills)
+        left = plan.tokens_left
+        if n == _END_OF_PASS:
+            rank.stopped = reasons.BEHIND_PREEMPTION
+            break
+        if n:
+            add_run(run)
+            add_count(n)
+            left -= n
     plan.tokens_left = left
 
 
@@ -101,7 +90,7 @@ def _take_drafts(plan: StepPlan, run: Run, end: int) -> None:
     count = end - request.num_tokens - request.awaited
     if count > 0:
         plan.drafts[run] = list(request.drafts[:count])
-    request.drafts = ()
+    give_drafts(request, [])
 
 
 def _make_room(state: CoreState, rank: RankState, plan: StepPlan, run: Run, slots: int) -> bool:

@@ -45,7 +45,7 @@ from scheduler_svc.core.kv.prefix_index import HashChain
 from scheduler_svc.core.output import SchedulerOutput
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.rank import RankState
-from scheduler_svc.core.request import QUEUED, Request, Run, Status
+from scheduler_svc.core.request import QUEUED, Request, Run, Status, give_drafts
 from scheduler_svc.core.state import CoreState
 from scheduler_svc.core.stats import Totals
 from scheduler_svc.core.views import Explanation, RankAuditFacts, RankView
@@ -303,7 +303,7 @@ class Scheduler:
         for request_id, drafts in event.drafts.items():
             request = self.state.requests.get(request_id)
             if request is not None and (request.run is None or not request.run.is_prefill_chunk):
-                request.drafts = list(drafts)
+                give_drafts(request, list(drafts))
 
     def _grammar_ready(self, event: GrammarReady) -> None:
         request = self.state.requests.get(event.request_id)

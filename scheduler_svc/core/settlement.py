@@ -7,7 +7,7 @@ from scheduler_svc.core import lifecycle, stopping
 from scheduler_svc.core.events import EndReason, StepAcked, TokensProduced, WorkerProtocolError
 from scheduler_svc.core.inflight import StepRecord
 from scheduler_svc.core.rank import RankState
-from scheduler_svc.core.request import FINISHED, Request, Run, Status
+from scheduler_svc.core.request import FINISHED, Request, Run, Status, give_drafts
 from scheduler_svc.core.state import CoreState
 
 # A request that has its last token: why, and the id that stopped it.
@@ -143,7 +143,7 @@ def _settle_row(
     if not state.config.rules.results_first and settled >= run.cache_at:
         rank.kv.cache_blocks(run, settled)
     if row and not is_last and state.proposer is not None:
-        request.drafts = state.proposer.propose(request.tokens)
+        give_drafts(request, state.proposer.propose(request.tokens))
     return row
 
 

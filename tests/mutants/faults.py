@@ -204,9 +204,33 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a decode may run one slot beyond its table",
+        "kv.manager:KvManager.grow",
+        "run.capacity - self.lookahead",
+        "run.capacity - self.lookahead + 1",
+    ),
+    Fault(
+        "a decode may run beyond the last token",
+        "kv.manager:KvManager.grow",
+        "run.request.limit - 1",
+        "run.request.limit",
+    ),
+    Fault(
+        "drafts do not make a run special",
+        "request:give_drafts",
+        "request.run.mark(DRAFTS)",
+        "pass",
+    ),
+    Fault(
+        "a full block is not cached when its row is planned",
         "running:run",
-        "run.capacity",
-        "run.capacity + 1",
+        "end < run.cache_at or run.request.num_tokens < run.cache_at",
+        "True",
+    ),
+    Fault(
+        "an ended run gets a row",
+        "lifecycle:_end_run",
+        "run.mark(ENDED)",
+        "pass",
     ),
     Fault(
         "what exactly fits is refused a block",

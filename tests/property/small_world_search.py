@@ -385,6 +385,7 @@ def _clone_rank(old: RankState, copies: _Copies) -> RankState:
     new.free_rows, new.released_rows = old.free_rows[:], old.released_rows[:]
     new.finished_ids, new.preempted_ids = old.finished_ids[:], old.preempted_ids[:]
     new.running = {copies.run(run): None for run in old.running}
+    new.prefills = {copies.run(run): None for run in old.prefills}
     new.throttle = Throttle.__new__(Throttle)
     _copy_throttle(old.throttle, new.throttle)
     new.reserved_for = None if old.reserved_for is None else copies.request(old.reserved_for)

@@ -19,15 +19,19 @@ if TYPE_CHECKING:
 class KvManager:
     """Block tables, pool and parked frees of one rank."""
 
-    __slots__ = ("block_size", "caching", "deferring", "parked", "pool", "stats", "watermark_blocks")
+    __slots__ = ("block_size", "caching", "deferring", "lookahead", "parked", "pool", "stats", "watermark_blocks")
 
-    def __init__(self, num_blocks: int, block_size: int, *, caching: bool, deferring: bool, watermark: float) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, caching: bool, deferring: bool, watermark: float, lookahead: int = 0
+    ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.parked = ParkedFrees()
         self.caching = caching
         # Whether frees wait for their fence.
         self.deferring = deferring
+        # Slots kept behind every row.
+        self.lookahead = lookahead
         # Kept free at admission while something runs; the null block counts in the base, as in the reference.
         self.watermark_blocks = int(watermark * num_blocks)
         self.stats = PrefixStats()
@@ -98,6 +102,7 @@ class KvManager:
         blocks = self.pool.take(count)
         run.blocks += blocks
         run.capacity = len(run.blocks) * self.block_size
+        run.plain_until = min(run.capacity - self.lookahead, run.request.limit - 1)
         return blocks
 
     def fits_admission(self, hits: list[int], *, whole: int | None, num_slots: int, others_run: bool) -> bool:
@@ -131,7 +136,7 @@ class KvManager:
             else:
                 self.pool.release(blocks)
         run.blocks = []
-        run.capacity = 0
+        run.capacity = run.plain_until = 0
         run.num_cached = 0
         run.cache_at = run.request.chain.first_cache_at
 

@@ -8,6 +8,7 @@ import pytest
 
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.request import CHUNK
 from tests.support.core_harness import World
 
 CONFIG = SchedulerConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
@@ -51,8 +52,20 @@ def _forget_what_is_parked(world: World) -> None:
     world.rank().kv.pool.num_parked -= 1
 
 
-def _count_a_decode_too_many(world: World) -> None:
-    world.rank().num_decodes += 1
+def _count_a_prefill_too_many(world: World) -> None:
+    world.rank().prefills[world.run_of("a")] = None
+
+
+def _take_a_decode_for_a_chunk(world: World) -> None:
+    world.run_of("a").mark(CHUNK)
+
+
+def _lose_a_token_of_a_plain_run(world: World) -> None:
+    world.request("a").awaited += 1
+
+
+def _overlook_the_end_of_a_table(world: World) -> None:
+    world.run_of("a").plain_until += 1
 
 
 def _lose_tokens_in_flight(world: World) -> None:
@@ -72,7 +85,8 @@ def _forget_a_live_request(world: World) -> None:
     "damage",
     [
         _lose_a_free_block, _reference_twice, _share_a_row, _lose_a_row, _run_and_wait, _forget_what_is_parked,
-        _count_a_decode_too_many, _lose_tokens_in_flight, _swap_blocks, _forget_a_live_request,
+        _count_a_prefill_too_many, _take_a_decode_for_a_chunk, _lose_a_token_of_a_plain_run,
+        _overlook_the_end_of_a_table, _lose_tokens_in_flight, _swap_blocks, _forget_a_live_request,
     ],
     ids=lambda damage: damage.__name__.strip("_").replace("_", " "),
 )  # fmt: skip
