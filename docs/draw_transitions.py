@@ -18,7 +18,7 @@ _BEGIN, _END = "<!-- transitions: begin -->", "<!-- transitions: end -->"
 def diagram() -> str:
     """The table as a Mermaid state diagram; transitions to the ends that all have in common are drawn once."""
     everywhere = frozenset.intersection(*(to for to in TRANSITIONS.values() if to)) & FINISHED
-    lines = ["```mermaid", "stateDiagram-v2", "    [*] --> WAITING", "    [*] --> WAITING_FOR_GRAMMAR"]
+    lines = ["```mermaid", "stateDiagram-v2", "    [*] --> WAITING"]
     for status, successors in TRANSITIONS.items():
         lines += [f"    {status.name} --> {to.name}" for to in Status if to in successors and to not in everywhere]
     lines.append(

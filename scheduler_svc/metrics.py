@@ -26,7 +26,7 @@ from scheduler_svc.core.events import (
     TokensProduced,
 )
 from scheduler_svc.core.output import SchedulerOutput
-from scheduler_svc.core.request import BLOCKED
+from scheduler_svc.core.request import Status
 from scheduler_svc.core.scheduler import Scheduler
 
 _SECONDS: Final = (
@@ -267,7 +267,7 @@ def collect(core: Scheduler, sink: PrometheusMetrics, model_name: str) -> list[M
 
 
 def _request_metrics(core: Scheduler, facts: Facts) -> list[Metric]:
-    blocked = sum(1 for request in core.state.queue.skipped if request.status in BLOCKED)
+    blocked = sum(1 for request in core.state.queue.skipped if request.status is Status.BLOCKED)
     deferred = core.num_skipped
     by_reason = GaugeMetricFamily(
         "vllm:num_requests_waiting_by_reason", "Requests that wait, by what for.", labels=["reason"]

@@ -6,7 +6,7 @@ from scheduler_svc.core import reasons, rows
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.reasons import SkipReason
-from scheduler_svc.core.request import BLOCKED, Request, Status, transition
+from scheduler_svc.core.request import Request, Status, transition
 from scheduler_svc.core.state import CoreState
 
 # Steps of one rank that may leave a request to another rank with a longer cached prefix (D15).
@@ -66,10 +66,9 @@ def _step_is_full(state: CoreState, rank: RankState, plan: StepPlan) -> SkipReas
 
 def _refusal_here(state: CoreState, rank: RankState, plan: StepPlan, request: Request) -> SkipReason | None:
     """Why this rank puts the request aside, which has nothing to do with how much room there is."""
-    if request.status in BLOCKED:
-        if not request.grammar_ready:
-            return reasons.GRAMMAR_NOT_READY
-        transition(request, Status.WAITING)
+    for gate in state.resources.gates:
+        if (reason := gate(plan, request)) is not None:
+            return reason
     if state.config.rules.resume_settled and request.account.num_preemptions and request.has_rows_in_flight:
         return reasons.RESULT_IN_FLIGHT
     # The reference lets a request run that its only rank can never hold.
@@ -78,11 +77,11 @@ def _refusal_here(state: CoreState, rank: RankState, plan: StepPlan, request: Re
         return reasons.NEVER_FITS_HERE
     if rank.reserved_for is request:
         return None
-    if (reason := state.policy.gate(plan, request)) is not None:
-        return reason
     if request.is_suspect and _waits_to_run_alone(state, rank, request):
         return reasons.QUARANTINED
-    return reasons.PASSED_OVER if _better_elsewhere(state, rank, request) else None
+    if _better_elsewhere(state, rank, request):
+        return reasons.PASSED_OVER
+    return state.policy.gate(plan, request)
 
 
 def _waits_to_run_alone(state: CoreState, rank: RankState, suspect: Request) -> bool:
@@ -133,9 +132,8 @@ def _try_admit(
     n = rows.size_row(state, plan, request, start, request.num_tokens, admitting=True)
     if isinstance(n, SkipReason):
         return n
-    longest = state.max_model_len
-    slots = min(start + n + config.num_lookahead_slots, longest)
-    whole = min(request.num_tokens, longest) if config.scheduler_reserve_full_isl else None
+    slots = min(start + n + rank.kv.lookahead, plan.longest)
+    whole = min(request.num_tokens, plan.longest) if config.scheduler_reserve_full_isl else None
     if not rank.kv.fits_admission(hits, whole=whole, num_slots=slots, others_run=bool(rank.running)):
         return reasons.NO_BLOCKS
     _admit(state, rank, plan, request, hits, slots, n)
@@ -162,10 +160,5 @@ def _admit(
         account.preempted_s += state.now - account.preempted_at
         account.preempted_at = None
     request.ticket.num_passes = 0
-    end = min(run.settled + n, request.num_tokens)
-    if end >= run.cache_at:
-        plan.cache(run, end)
-    if (num_padding := run.settled + n - request.num_tokens) > 0:
-        plan.drafts[run] = [-1] * num_padding
-    plan.add(run, n)
     plan.admitted.append(run)
+    plan.take(run, run.settled, n)

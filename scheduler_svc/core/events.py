@@ -163,10 +163,12 @@ class DrainStarted:
     """Refuse new requests from now on; accepted ones go on."""
 
 
-RequestEvent = RequestArrived | RequestAborted | TextEnded | GrammarReady
-RankEvent = RankJoined | RankLost | RankDraining | StepAcked | DraftsProposed
+RequestEvent = RequestArrived | RequestAborted | TextEnded
+RankEvent = RankJoined | RankLost | RankDraining | StepAcked
+# What a resource takes in.
+ResourceEvent = DraftsProposed | GrammarReady
 OperatorEvent = PauseRequested | PrefixCacheResetRequested | DrainStarted
-Event = Tick | RequestEvent | RankEvent | OperatorEvent
+Event = Tick | RequestEvent | RankEvent | ResourceEvent | OperatorEvent
 
 
 # --- effects --------------------------------------------------------------------------------------------------------

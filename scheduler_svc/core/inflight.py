@@ -23,9 +23,9 @@ class StepRecord:
     runs: list[Run]
     num_tokens: list[int]
     expected: list[int]
-    # Number of rows that sample, and whether any has drafts.
+    # Number of rows that sample, and whether any may yield more than one token.
     num_sampling: int
-    has_drafts: bool
+    yields_more: bool
     # Rows whose requests this step drops: free for others once it is acknowledged.
     released_rows: list[int]
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from scheduler_svc.core.rank import RankState
-from scheduler_svc.core.request import CHUNK, DRAFTS, ENDED, LIVE, QUEUED, RESULT_FIRST, Run, Status
+from scheduler_svc.core.request import CHUNK, ENDED, LIVE, QUEUED, RESULT_FIRST, Run, Status
 from scheduler_svc.core.rules import Fence
 from scheduler_svc.core.state import CoreState
 from scheduler_svc.core.views import RankAuditFacts
@@ -154,13 +154,21 @@ def special_says_the_truth(state: CoreState, rank: RankState) -> Iterator[str]:
     for run in rank.running:
         request = run.request
         bits = (CHUNK if run in rank.prefills else 0) | (RESULT_FIRST if request.needs_result_first else 0)
-        bits |= (DRAFTS if request.drafts else 0) | (ENDED if run.ended else 0)
+        bits |= ENDED if run.ended else 0
+        for resource in state.resources:
+            bits |= resource.bit if resource.claims(run) else 0
         if run.special != bits:
             yield f"{request.request_id} is special by {run.special:b}, but should be by {bits:b}"
         if not run.special and run.computed + 1 != request.num_tokens + request.awaited:
             yield f"{request.request_id} is plain and lacks not one token: {run.computed} of {request.num_tokens}"
-        if run.plain_until != min(run.capacity - state.config.num_lookahead_slots, request.limit - 1):
+        if run.plain_until != min(run.capacity - rank.kv.lookahead, request.limit - 1):
             yield f"{request.request_id} is plain until {run.plain_until}"
+
+
+def resources_are_sound(state: CoreState, rank: RankState) -> Iterator[str]:
+    """Each resource's own invariants."""
+    for resource in state.resources:
+        yield from resource.check(rank)
 
 
 def in_flight_matches_window(state: CoreState, rank: RankState) -> Iterator[str]:
@@ -207,15 +215,15 @@ def requests_are_in_one_place(state: CoreState) -> Iterator[str]:
 
 
 def queued_requests_hold_nothing(state: CoreState) -> Iterator[str]:
-    """Whoever waits has no blocks and nothing computed (15); drafts only come late, from outside."""
+    """A request that waits has no blocks and nothing computed, and says what blocks it if something does (15)."""
     for request in state.queue:
         if request.status not in QUEUED:
             yield f"{request.request_id} in the queue is {request.status.value}"
         run = request.run
         if run is not None and (not run.ended or run.blocks or run.computed or run.num_cached):
             yield f"{request.request_id} waits with blocks or computed tokens"
-        if request.drafts and state.config.rules.proposes_drafts:
-            yield f"{request.request_id} waits with drafts"
+        if (request.status is Status.BLOCKED) is not (request.ticket.blocked_by is not None):
+            yield f"{request.request_id} is {request.status.value}, blocked by {request.ticket.blocked_by}"
 
 
 def counters_are_sane(state: CoreState) -> Iterator[str]:
@@ -241,6 +249,7 @@ _RANK_RULES: tuple[Callable[[CoreState, RankState], Iterator[str]], ...] = (
     running_is_running,
     tables_cover_computed,
     special_says_the_truth,
+    resources_are_sound,
     in_flight_matches_window,
     rows_are_distinct,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from scheduler_svc.core import reasons
 from scheduler_svc.core.events import AbortCause, EndReason, RequestEnded, RequestPreempted
 from scheduler_svc.core.rank import RankState
-from scheduler_svc.core.request import ENDED, Request, Run, Status, transition
+from scheduler_svc.core.request import ENDED, Request, Run, RunEnd, Status, transition
 from scheduler_svc.core.state import CoreState
 from scheduler_svc.core.stats import Usage
 
@@ -29,9 +29,8 @@ def preempt(state: CoreState, rank: RankState, run: Run, *, beneficiary: str, ca
         )
     )
     account.high_water = max(account.high_water, run.computed)
-    _end_run(rank, run, "preempted")
+    _end_run(state, rank, run, RunEnd.RANK_LOST if cause == "rank_lost" else RunEnd.PREEMPTED, "preempted")
     transition(victim, Status.PREEMPTED)
-    victim.drafts = []
     account.num_preemptions += 1
     # The loss of a rank is noticed late: its requests stood still before.
     account.preempted_at = max(rank.quiet_since, run.run_since) if cause == "rank_lost" else state.now
@@ -47,13 +46,15 @@ def preempt(state: CoreState, rank: RankState, run: Run, *, beneficiary: str, ca
         state.totals.num_preemptions += 1
 
 
-def _end_run(rank: RankState, run: Run, reason: str) -> None:
-    """The only place where a run ends: out of running, its blocks free behind the fence."""
+def _end_run(state: CoreState, rank: RankState, run: Run, how: RunEnd, freed_as: str) -> None:
+    """The only place where a run ends: out of running, its blocks free behind the fence. freed_as: as what the free is
+    announced, if it must wait."""
     rank.remove(run)
-    rank.free_blocks_of(run, reason)
+    rank.free_blocks_of(run, freed_as)
     run.ended = True
     run.mark(ENDED)
     run.settled = run.in_flight = 0
+    state.resources.on_run_end(run, how)
 
 
 def finish(
@@ -74,7 +75,8 @@ def finish(
     rank = state.living(request)
     if request.status is Status.RUNNING:
         assert rank is not None and request.run is not None
-        _end_run(rank, request.run, "aborted" if status is Status.FINISHED_ABORTED else "finished")
+        freed_as = "aborted" if status is Status.FINISHED_ABORTED else "finished"
+        _end_run(state, rank, request.run, RunEnd.FINISHED, freed_as)
     else:
         state.queue.remove(request)
         state.unholdable_since.pop(request.request_id, None)
@@ -83,8 +85,8 @@ def finish(
             if other.reserved_for is request:
                 other.reserved_for = None
     transition(request, status)
-    request.drafts = []
     del state.requests[request.request_id]
+    state.resources.on_finish(request)
     state.policy.on_finish(request)
     if rank is not None:
         # Announce the end to the worker that has the request, or had it last.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,17 @@ class DeferredFree:
     request_id: str
     block_ids: tuple[int, ...]
     reason: str
+
+
+_NO_COLUMN: array[int] = array("i")
+
+
+@dataclass(slots=True)
+class StepColumns:
+    """Columns of a step that resources write, each its own; see SchedulerOutput."""
+
+    num_drafts: array[int] | None = None
+    draft_token_ids: array[int] = field(default_factory=lambda: _NO_COLUMN)
 
 
 @dataclass(frozen=True, slots=True)

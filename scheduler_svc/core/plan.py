@@ -6,27 +6,41 @@ Nothing a plan holds is visible to the request's counters before `build`; blocks
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from scheduler_svc.core.inflight import StepRecord
-from scheduler_svc.core.output import DeferredFree, NewRow, SchedulerOutput
+from scheduler_svc.core.output import DeferredFree, NewRow, SchedulerOutput, StepColumns
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.request import CHUNK, Request, Run
 from scheduler_svc.core.stats import Totals
 
-_NO_COLUMN: array[int] = array("i")
+# Longer than any sequence.
+_UNBOUNDED = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """The questions to resources that a plan asks itself; see Resource. withdraws: in reverse order."""
+
+    opens: tuple[Callable[[StepPlan], None], ...] = ()
+    takes: tuple[Callable[[StepPlan, Run, int, int], None], ...] = ()
+    withdraws: tuple[Callable[[StepPlan, Run], None], ...] = ()
+    builds: tuple[Callable[[StepPlan, StepColumns], None], ...] = ()
 
 
 class StepPlan:
     """One step of `rank` under construction, with `tokens_left` tokens to give."""
 
     __slots__ = (
-        "_fence_needs",
         "_cached_before",
+        "_claims",
+        "_fence_needs",
         "admitted",
-        "drafts",
         "grown",
+        "longest",
+        "may_yield",
         "num_tokens",
-        "prefill_scheduled",
         "preempted",
         "rank",
         "reserved_free",
@@ -35,25 +49,30 @@ class StepPlan:
         "tokens_left",
     )
 
-    def __init__(self, rank: RankState, tokens_left: int) -> None:
+    def __init__(
+        self, rank: RankState, tokens_left: int, *, longest: int = _UNBOUNDED, claims: Claims | None = None
+    ) -> None:
         self.rank = rank
         self.tokens_left = tokens_left
+        # Of any sequence, in tokens.
+        self.longest = longest
         # Rows in scheduling order: running ones, then admitted ones.
         self.runs: list[Run] = []
         self.num_tokens: list[int] = []
         # Running requests that got new blocks, with those.
         self.grown: dict[Run, list[int]] = {}
-        # Drafts that go along, for the requests that have any.
-        self.drafts: dict[Run, list[int]] = {}
+        # Tokens that a row may yield beyond one, for the rows that may.
+        self.may_yield: dict[Run, int] = {}
         self.admitted: list[Run] = []
         self.preempted: list[Run] = []
-        # Whether a running partial prefill got tokens in this step.
-        self.prefill_scheduled = False
         self._cached_before: dict[Run, int] = {}
         # Blocks that requests waiting for a fence count on: free ones, and parked ones that will return.
         self._fence_needs: dict[Run, tuple[int, int]] = {}
         self.reserved_free = 0
         self.reserved_parked = 0
+        self._claims = Claims() if claims is None else claims
+        for open_step in self._claims.opens:
+            open_step(self)
 
     # --- what is left ---------------------------------------------------------------------------------------------
 
@@ -73,12 +92,18 @@ class StepPlan:
 
     # --- changes --------------------------------------------------------------------------------------------------
 
-    def add(self, run: Run, num_tokens: int) -> None:
-        """A row of so many tokens. The pass over running requests does the same itself, without a call for each row
-        (ADR 7)."""
+    def take(self, run: Run, start: int, n: int) -> None:
+        """A row of n tokens from position `start` on: its full blocks are cached, and resources claim what it needs.
+        The pass over running requests adds rows of plain decodes itself, without a call for each (ADR 7)."""
+        known_end = min(start + n, run.request.num_tokens)
+        if known_end >= run.cache_at:
+            self.cache(run, known_end)
         self.runs.append(run)
-        self.num_tokens.append(num_tokens)
-        self.tokens_left -= num_tokens
+        self.num_tokens.append(n)
+        self.tokens_left -= n
+        if run.special:
+            for take in self._claims.takes:
+                take(self, run, start, n)
 
     def grow(self, run: Run, count: int) -> None:
         self.grown[run] = self.rank.kv.grow(run, count)
@@ -96,15 +121,17 @@ class StepPlan:
         self.rank.kv.cache_blocks(run, num_tokens)
 
     def withdraw(self, victim: Run) -> None:
-        """Take back all this step gave `victim`: tokens, drafts, the entry of its new blocks (the blocks themselves go
-        with its table), block hashes of blocks that will now not be computed, and its claim on returning blocks."""
+        """Take back all this step gave `victim`: its claim on returning blocks, what resources gave it, the hashes of
+        blocks that will now not be computed, the entry of its new blocks (the blocks themselves go with its table), and
+        its row. Before its run is ended."""
         free, parked = self._fence_needs.pop(victim, (0, 0))
         self.reserved_free -= free
         self.reserved_parked -= parked
+        for withdraw in self._claims.withdraws:
+            withdraw(self, victim)
         if victim in self._cached_before:
             self.rank.kv.uncache_blocks(victim, self._cached_before.pop(victim))
         self.grown.pop(victim, None)
-        self.drafts.pop(victim, None)
         if victim in self.runs:
             index = self.runs.index(victim)
             self.tokens_left += self.num_tokens[index]
@@ -124,7 +151,9 @@ class StepPlan:
         # Resumed requests come after new ones, as in the reference.
         new_requests = tuple(_new_row(run) for run in sorted(self.admitted, key=_was_preempted))
         expected, num_sampling = self._commit(fence_seq, totals)
-        num_drafts, draft_token_ids = self._draft_columns()
+        columns = StepColumns()
+        for build in self._claims.builds:
+            build(self, columns)
         output = SchedulerOutput(
             rank=rank.name,
             epoch=rank.epoch,
@@ -141,8 +170,8 @@ class StepPlan:
             deferred_frees=tuple(
                 DeferredFree(f.fence, f.request_id, f.blocks, f.reason) for f in rank.kv.parked.unannounced
             ),
-            num_drafts=num_drafts,
-            draft_token_ids=draft_token_ids,
+            num_drafts=columns.num_drafts,
+            draft_token_ids=columns.draft_token_ids,
             total_num_tokens=sum(self.num_tokens),
         )
         window.push(
@@ -153,7 +182,7 @@ class StepPlan:
                 num_tokens=self.num_tokens,
                 expected=expected,
                 num_sampling=num_sampling,
-                has_drafts=num_drafts is not None,
+                yields_more=bool(self.may_yield),
                 released_rows=rank.released_rows,
             )
         )
@@ -174,7 +203,7 @@ class StepPlan:
                 if run.special & CHUNK:
                     self._count_recomputed(request, end - n, end, totals)
                     self.rank.set_chunk(run, False)
-                tokens = 1 if not self.drafts else 1 + len(self.drafts.get(run, ()))
+                tokens = 1 if not self.may_yield else 1 + self.may_yield.get(run, 0)
                 request.awaited += tokens
                 if tokens > 1:
                     request.awaited_optional += tokens - 1
@@ -195,12 +224,6 @@ class StepPlan:
             totals.num_recomputed_tokens += again
             by_cause = totals.recomputed_by_cause
             by_cause[request.account.preemption_cause] = by_cause.get(request.account.preemption_cause, 0) + again
-
-    def _draft_columns(self) -> tuple[array[int] | None, array[int]]:
-        if not self.drafts:
-            return None, _NO_COLUMN
-        drafts = [self.drafts.get(run, ()) for run in self.runs]
-        return array("i", [len(d) for d in drafts]), array("i", [t for d in drafts for t in d])
 
 
 def _was_preempted(run: Run) -> bool:

@@ -37,7 +37,15 @@ class RankState:
     )
 
     def __init__(
-        self, name: str, epoch: int, num_blocks: int, vocab_size: int, config: SchedulerConfig, *, deferring: bool
+        self,
+        name: str,
+        epoch: int,
+        num_blocks: int,
+        vocab_size: int,
+        config: SchedulerConfig,
+        *,
+        deferring: bool,
+        lookahead: int = 0,
     ) -> None:
         self.name = name
         self.epoch = epoch
@@ -48,7 +56,7 @@ class RankState:
             caching=config.enable_prefix_caching,
             deferring=deferring,
             watermark=config.watermark,
-            lookahead=config.num_lookahead_slots,
+            lookahead=lookahead,
         )
         self.window = InflightWindow(config.max_inflight_steps)
         # In order of admission.

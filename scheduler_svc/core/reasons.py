@@ -42,7 +42,6 @@ NO_BUDGET = SkipReason("NO_BUDGET", "the step's tokens are spent")
 SEQUENCE_LIMIT = SkipReason("SEQUENCE_LIMIT", "max_num_seqs requests are running")
 NO_BLOCKS = SkipReason("NO_BLOCKS", "too few KV blocks are free")
 PROMPT_EXCEEDS_STEP = SkipReason("PROMPT_EXCEEDS_STEP", "without chunked prefill the whole prompt must fit in the step")
-DRAFTS_EXCEED_STEP = SkipReason("DRAFTS_EXCEED_STEP", "its padded drafts do not fit in the step")
 STEP_PREEMPTS = SkipReason("STEP_PREEMPTS", "a step that preempts admits nobody")
 FENCE_AWAITED = SkipReason(
     "FENCE_AWAITED", "a running request waits for returning blocks: no request is admitted meanwhile"
@@ -59,7 +58,6 @@ QUARANTINED = SkipReason(
 RESULT_IN_FLIGHT = SkipReason("RESULT_IN_FLIGHT", "results of its earlier run are still in flight", puts_aside=True)
 PASSED_OVER = SkipReason("PASSED_OVER", "another rank holds a longer cached prefix of it", puts_aside=True)
 NEVER_FITS_HERE = SkipReason("NEVER_FITS_HERE", "this rank's pool can never hold it", puts_aside=True)
-GRAMMAR_NOT_READY = SkipReason("GRAMMAR_NOT_READY", "its grammar is being compiled", puts_aside=True)
 
 # --- nothing was tried --------------------------------------------------------------------------------------------
 

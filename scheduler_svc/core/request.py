@@ -22,8 +22,8 @@ class Status(Enum):
     """Where a request is. Predicates over it are the named sets below, never an order."""
 
     WAITING = "WAITING"
-    # Its grammar is being compiled.
-    WAITING_FOR_GRAMMAR = "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"
+    # A resource keeps it from being admitted, whatever room there is; its ticket says why.
+    BLOCKED = "BLOCKED"
     RUNNING = "RUNNING"
     PREEMPTED = "PREEMPTED"
     FINISHED_STOPPED = "FINISHED_STOPPED"
@@ -35,18 +35,17 @@ class Status(Enum):
     __hash__ = object.__hash__
 
 
-# Blocked: cannot be admitted whatever room there is. Queued: stands in one of the lanes.
-BLOCKED = frozenset({Status.WAITING_FOR_GRAMMAR})
-QUEUED = frozenset({Status.WAITING, Status.PREEMPTED}) | BLOCKED
+# Queued: stands in one of the lanes.
+QUEUED = frozenset({Status.WAITING, Status.BLOCKED, Status.PREEMPTED})
 FINISHED = frozenset({Status.FINISHED_STOPPED, Status.FINISHED_LENGTH, Status.FINISHED_ABORTED, Status.FINISHED_ERROR})
 LIVE = frozenset(Status) - FINISHED
 
 TRANSITIONS: dict[Status, frozenset[Status]] = {
-    Status.WAITING_FOR_GRAMMAR: frozenset(
-        {Status.WAITING, Status.FINISHED_ABORTED, Status.FINISHED_STOPPED, Status.FINISHED_ERROR}
-    ),
     Status.WAITING: frozenset(
-        {Status.RUNNING, Status.FINISHED_ABORTED, Status.FINISHED_STOPPED, Status.FINISHED_ERROR}
+        {Status.RUNNING, Status.BLOCKED, Status.FINISHED_ABORTED, Status.FINISHED_STOPPED, Status.FINISHED_ERROR}
+    ),
+    Status.BLOCKED: frozenset(
+        {Status.WAITING, Status.FINISHED_ABORTED, Status.FINISHED_STOPPED, Status.FINISHED_ERROR}
     ),
     Status.RUNNING: frozenset({Status.PREEMPTED}) | FINISHED,
     # A token sampled before the preemption may arrive after it, and stop the request.
@@ -133,12 +132,14 @@ class Account:
 class Ticket:
     """The place of a request in the queue. Written by the queue and the admission pass."""
 
-    __slots__ = ("num_passes", "queue_entry", "skipped")
+    __slots__ = ("blocked_by", "num_passes", "queue_entry", "skipped")
 
     def __init__(self) -> None:
         # Whether it stands in the skipped lane, and its heap entry under priority.
         self.skipped = False
         self.queue_entry: object = None
+        # Why it cannot be admitted whatever room there is; set exactly while its status is BLOCKED.
+        self.blocked_by: SkipReason | None = None
         # Steps of ranks that left it to another rank with a longer cached prefix.
         self.num_passes = 0
 
@@ -153,9 +154,7 @@ class Request:
         "awaited_optional",
         "chain",
         "deadline",
-        "drafts",
         "fruitless_epochs",
-        "grammar_ready",
         "handle",
         "limit",
         "min_length",
@@ -205,8 +204,7 @@ class Request:
         self.skip_prefix_cache = event.skip_prefix_cache
         # Whether a row may be scheduled only when the result of the row before is in.
         self.needs_result_first = needs_result_first
-        self.status = Status.WAITING_FOR_GRAMMAR if event.awaits_grammar else Status.WAITING
-        self.grammar_ready = not event.awaits_grammar
+        self.status = Status.WAITING
         self.account = Account(now)
         self.ticket = Ticket()
         self.chain = chain
@@ -215,7 +213,6 @@ class Request:
         self.awaited_optional = 0
         # The latest run, kept when it has ended; None before the first one and after the end of the request.
         self.run: Run | None = None
-        self.drafts: list[int] = []
         # Epochs in a row that ended under its rows without a new token, and its length when the last one did.
         self.fruitless_epochs = 0
         self.tokens_at_loss = -1
@@ -249,8 +246,17 @@ CHUNK = 1
 RESULT_FIRST = 2
 # It has ended.
 ENDED = 4
-# Drafts wait for its next row.
-DRAFTS = 8
+# Resources have the bits from this one on.
+FIRST_RESOURCE_BIT = 8
+
+
+class RunEnd(Enum):
+    """How a run ends."""
+
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+    # Its rank is lost, with all that it held.
+    RANK_LOST = "rank_lost"
 
 
 class Run:
@@ -293,8 +299,6 @@ class Run:
         self.special = CHUNK
         if request.needs_result_first:
             self.special |= RESULT_FIRST
-        if request.drafts:
-            self.special |= DRAFTS
         # fence_seq of the newest step that holds a row of it; 0: none (plan).
         self.last_fence = 0
         # The block table, and len(blocks) * block_size (kv).
@@ -328,18 +332,20 @@ class Run:
         return f"<run of {self.request.request_id}, {self.settled}+{self.in_flight}>"
 
 
-def give_drafts(request: Request, drafts: list[int]) -> None:
-    """Drafts for the next row of the request, in place of those it has."""
-    request.drafts = drafts
-    if request.run is not None and not request.run.ended:
-        if drafts:
-            request.run.mark(DRAFTS)
-        else:
-            request.run.clear(DRAFTS)
-
-
 def transition(request: Request, to: Status) -> None:
     """The only place that changes a status."""
     if to not in TRANSITIONS[request.status]:
         raise AssertionError(f"{request.request_id}: {request.status.value} -> {to.value} is not in the table")
     request.status = to
+
+
+def block(request: Request, reason: SkipReason) -> None:
+    """Keep a queued request from being admitted until `unblock`."""
+    transition(request, Status.BLOCKED)
+    request.ticket.blocked_by = reason
+
+
+def unblock(request: Request) -> None:
+    """It may be admitted again; it stays where it stands in the queue."""
+    transition(request, Status.WAITING)
+    request.ticket.blocked_by = None

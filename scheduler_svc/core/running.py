@@ -6,11 +6,8 @@ from scheduler_svc.core import lifecycle, reasons, rows
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.reasons import SkipReason
-from scheduler_svc.core.request import Run, give_drafts
+from scheduler_svc.core.request import Run
 from scheduler_svc.core.state import CoreState
-
-# Sentinel of `_consider`: stop the pass.
-_END_OF_PASS = -1
 
 
 def run(state: CoreState, rank: RankState, plan: StepPlan, *, defer_prefills: bool) -> None:
@@ -31,43 +28,34 @@ def run(state: CoreState, rank: RankState, plan: StepPlan, *, defer_prefills: bo
             left -= 1
             continue
         plan.tokens_left = left
-        n = _consider(state, rank, plan, run, defer_prefills)
+        stops = _consider(state, rank, plan, run, defer_prefills)
         left = plan.tokens_left
-        if n == _END_OF_PASS:
+        if stops:
             rank.stopped = reasons.BEHIND_PREEMPTION
             break
-        if n:
-            add_run(run)
-            add_count(n)
-            left -= n
     plan.tokens_left = left
 
 
-def _consider(state: CoreState, rank: RankState, plan: StepPlan, run: Run, defer_prefills: bool) -> int:
-    """Tokens for a run that may be anything; 0, with the reason noted, when it gets none in this step."""
+def _consider(state: CoreState, rank: RankState, plan: StepPlan, run: Run, defer_prefills: bool) -> bool:
+    """Give a row to a run that may be anything, or note why it gets none. True: it had to preempt itself, and the pass
+    ends."""
     if run.ended:
         # Preempted earlier in this pass.
-        return 0
+        return False
     request = run.request
     if (reason := _must_wait(run, defer_prefills)) is not None:
         state.skip(request, reason)
-        return 0
+        return False
     start = run.settled + run.in_flight
     n = rows.size_row(state, plan, request, start, request.num_tokens + request.awaited, admitting=False)
     if isinstance(n, SkipReason):
         state.skip(request, n)
-        return 0
-    end = start + n
-    slots = min(end + state.config.num_lookahead_slots, state.max_model_len)
+        return False
+    slots = min(start + n + rank.kv.lookahead, plan.longest)
     if slots > run.capacity and not _make_room(state, rank, plan, run, slots):
-        return _END_OF_PASS if run.ended else 0
-    known_end = min(end, request.num_tokens)
-    if known_end >= run.cache_at:
-        plan.cache(run, known_end)
-    if request.drafts:
-        _take_drafts(plan, run, end)
-    plan.prefill_scheduled |= run.is_prefill_chunk
-    return n
+        return run.ended
+    plan.take(run, start, n)
+    return False
 
 
 def _must_wait(run: Run, defer_prefills: bool) -> SkipReason | None:
@@ -82,15 +70,6 @@ def _must_wait(run: Run, defer_prefills: bool) -> SkipReason | None:
     if defer_prefills and run.is_prefill_chunk:
         return reasons.PREFILL_DEFERRED
     return None
-
-
-def _take_drafts(plan: StepPlan, run: Run, end: int) -> None:
-    """The drafts that the row has room for go along; the rest is lost, since they would be stale next time."""
-    request = run.request
-    count = end - request.num_tokens - request.awaited
-    if count > 0:
-        plan.drafts[run] = list(request.drafts[:count])
-    give_drafts(request, [])
 
 
 def _make_room(state: CoreState, rank: RankState, plan: StepPlan, run: Run, slots: int) -> bool:

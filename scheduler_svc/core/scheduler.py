@@ -45,7 +45,7 @@ from scheduler_svc.core.kv.prefix_index import HashChain
 from scheduler_svc.core.output import SchedulerOutput
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.rank import RankState
-from scheduler_svc.core.request import QUEUED, Request, Run, Status, give_drafts
+from scheduler_svc.core.request import QUEUED, Request, Run, Status
 from scheduler_svc.core.state import CoreState
 from scheduler_svc.core.stats import Totals
 from scheduler_svc.core.views import Explanation, RankAuditFacts, RankView
@@ -72,10 +72,12 @@ class Scheduler:
         Raises WorkerProtocolError, with nothing changed, for a StepAcked that does not fit its step.
         """
         match event:
-            case RankJoined() | RankLost() | RankDraining() | StepAcked() | DraftsProposed():
+            case RankJoined() | RankLost() | RankDraining() | StepAcked():
                 self._handle_rank_event(event)
-            case RequestArrived() | RequestAborted() | TextEnded() | GrammarReady():
+            case RequestArrived() | RequestAborted() | TextEnded():
                 self._handle_request_event(event)
+            case DraftsProposed() | GrammarReady():
+                self.state.resources.on_event(event, self.state.requests)
             case PauseRequested() | PrefixCacheResetRequested() | DrainStarted():
                 self._handle_operator_event(event)
             case Tick():
@@ -90,8 +92,6 @@ class Scheduler:
         match event:
             case StepAcked():
                 settlement.acknowledge(self.state, event)
-            case DraftsProposed():
-                self._propose(event)
             case RankJoined():
                 self._join(event)
             case RankLost():
@@ -109,8 +109,6 @@ class Scheduler:
                 self._abort(event)
             case TextEnded():
                 self._end_text(event)
-            case GrammarReady():
-                self._grammar_ready(event)
             case _:
                 assert_never(event)
 
@@ -143,7 +141,12 @@ class Scheduler:
         rank.last_pass = state.num_passes
         if state.pause is PauseState.UNPAUSED and not rank.is_draining:
             state.last_admission_pass = state.num_passes
-        plan = StepPlan(rank, 0 if state.pause is PauseState.PAUSED_ALL else state.config.step_budget)
+        plan = StepPlan(
+            rank,
+            0 if state.pause is PauseState.PAUSED_ALL else state.config.step_budget,
+            longest=state.max_model_len,
+            claims=state.resources.claims,
+        )
         defer = rank.throttle.defers_prefills(rank.num_decodes)
         skips, was_idle = state.totals.skips, not len(rank.window)
         num_deferred = skips.get(reasons.PREFILL_DEFERRED, 0)
@@ -191,8 +194,9 @@ class Scheduler:
             sequence=sequence,
             now=state.now,
             chain=chain,
-            needs_result_first=state.config.rules.results_first or state.proposer is not None,
+            needs_result_first=state.config.rules.results_first,
         )
+        state.resources.on_arrive(request, event)
         state.requests[request.request_id] = request
         state.queue.append(request)
         state.watch_deadline(request)
@@ -248,7 +252,13 @@ class Scheduler:
             state.max_model_len = min(state.config.max_model_len, event.max_model_len)
         state.vocab_size = event.vocab_size
         state.ranks[event.rank] = RankState(
-            event.rank, event.epoch, event.num_blocks, event.vocab_size, state.config, deferring=state.deferring_frees
+            event.rank,
+            event.epoch,
+            event.num_blocks,
+            event.vocab_size,
+            state.config,
+            deferring=state.deferring_frees,
+            lookahead=state.resources.lookahead,
         )
         state.ranks[event.rank].kv.stats = state.totals.prefix
         state.no_rank_since = None
@@ -298,17 +308,6 @@ class Scheduler:
         if not any(rank.running or rank.window.newest_fence > rank.window.acked_fence for rank in ranks):
             for rank in ranks:
                 rank.throttle.num_steps = 0
-
-    def _propose(self, event: DraftsProposed) -> None:
-        for request_id, drafts in event.drafts.items():
-            request = self.state.requests.get(request_id)
-            if request is not None and (request.run is None or not request.run.is_prefill_chunk):
-                give_drafts(request, list(drafts))
-
-    def _grammar_ready(self, event: GrammarReady) -> None:
-        request = self.state.requests.get(event.request_id)
-        if request is not None:
-            request.grammar_ready = True
 
     # --- operators ------------------------------------------------------------------------------------------------
 

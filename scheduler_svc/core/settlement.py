@@ -7,7 +7,7 @@ from scheduler_svc.core import lifecycle, stopping
 from scheduler_svc.core.events import EndReason, StepAcked, TokensProduced, WorkerProtocolError
 from scheduler_svc.core.inflight import StepRecord
 from scheduler_svc.core.rank import RankState
-from scheduler_svc.core.request import FINISHED, Request, Run, Status, give_drafts
+from scheduler_svc.core.request import FINISHED, Request, Run, Status
 from scheduler_svc.core.state import CoreState
 
 # A request that has its last token: why, and the id that stopped it.
@@ -28,7 +28,7 @@ def acknowledge(state: CoreState, event: StepAcked) -> None:
     rank.kv.release_due(rank.window.acked_fence)
     rank.reuse_rows(record.released_rows)
     ends: list[_End] = []
-    if record.has_drafts or event.counts is not None or state.proposer is not None:
+    if record.yields_more or event.counts is not None:
         produced = _settle_counted(state, rank, record, event, ends)
     else:
         produced = _settle_plain(state, rank, record, event.sampled, ends)
@@ -38,6 +38,7 @@ def acknowledge(state: CoreState, event: StepAcked) -> None:
     # After all rows, so that tokens come before ends, and the last block of a request is cached before it is freed.
     for request, reason, stop_token_id in ends:
         lifecycle.finish(state, request, _ENDED[reason], reason, stop_token_id=stop_token_id)
+    state.resources.on_settled(rank, record, event)
 
 
 def _checked(rank: RankState, event: StepAcked, *, least: int) -> StepRecord:
@@ -137,25 +138,22 @@ def _settle_row(
         request.awaited_optional -= expected - 1
     if expected and not row:
         _uncache_uncomputed(rank, run)
-    is_last = _append(request, row, ends)
+    _append(request, row, ends)
     # Tokens behind a stop are computed, but no part of the request.
     settled = min(run.settled, request.num_tokens)
     if not state.config.rules.results_first and settled >= run.cache_at:
         rank.kv.cache_blocks(run, settled)
-    if row and not is_last and state.proposer is not None:
-        give_drafts(request, state.proposer.propose(request.tokens))
     return row
 
 
-def _append(request: Request, row: list[int], ends: list[_End]) -> bool:
-    """Append tokens up to the one that ends the request, and cut the row there. Whether one does."""
+def _append(request: Request, row: list[int], ends: list[_End]) -> None:
+    """Append tokens up to the one that ends the request, and cut the row there."""
     for index, token in enumerate(row):
         request.tokens.append(token)
         request.num_tokens += 1
         if (request.num_tokens >= request.limit or token in request.stops) and _stop_if_due(request, token, ends):
             del row[index + 1 :]
-            return True
-    return False
+            return
 
 
 def _uncache_uncomputed(rank: RankState, run: Run) -> None:

@@ -6,12 +6,12 @@ from collections import deque
 from heapq import heapify, heappop, heappush
 
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.drafts import NgramProposer
 from scheduler_svc.core.events import Effect, PauseState
 from scheduler_svc.core.policies import make_policy
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.request import Request
+from scheduler_svc.core.resources import make_resources
 from scheduler_svc.core.rules import Fence
 from scheduler_svc.core.stats import Totals
 
@@ -36,7 +36,7 @@ class CoreState:
         self.totals = Totals()
         self.next_sequence = 0
         self.deferring_frees = config.rules.fence is Fence.ALWAYS
-        self.proposer = NgramProposer(config.num_speculative_tokens) if config.proposes_drafts else None
+        self.resources = make_resources(config)
         # When the last rank was lost; None while one lives, or before any ever joined.
         self.no_rank_since: float | None = None
         # Usable blocks of the largest living rank, or of the last one that lived.

@@ -43,7 +43,8 @@ from scheduler_svc.core.events import (
     WorkerProtocolError,
 )
 from scheduler_svc.core.output import SchedulerOutput
-from scheduler_svc.core.request import BLOCKED, Request, Run, Status
+from scheduler_svc.core.request import Request, Run, Status
+from scheduler_svc.core.resources.grammar import Grammar
 from scheduler_svc.core.rules import Fence
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.stats import Usage
@@ -406,7 +407,11 @@ class CheckedCore:
             return True
         if state.pause is not PauseState.UNPAUSED:
             return False
-        return any(self._has_a_rank(r) for r in state.queue if r.status not in BLOCKED or r.grammar_ready)
+        return any(self._has_a_rank(r) for r in state.queue if not self._awaits_grammar(r))
+
+    def _awaits_grammar(self, request: Request) -> bool:
+        grammar = self.scheduler.state.resources.find(Grammar)
+        return grammar is not None and grammar.is_pending(request)
 
     def _has_a_rank(self, request: Request) -> bool:
         state = self.scheduler.state

@@ -21,6 +21,7 @@ from random import Random
 
 from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.core.events import AbortCause, PauseState, RequestArrived
+from scheduler_svc.core.resources.grammar import GRAMMAR_NOT_READY
 from scheduler_svc.core.rules import DEFAULT, VLLM_0_25_1, Fence
 from scheduler_svc.simulation.checked_core import CheckedCore, Client
 from scheduler_svc.simulation.simulated_worker import REPETITIVE
@@ -496,7 +497,8 @@ class Simulation:
         self.core.reset_prefix_cache(preempt_running=preempt_running)
 
     def _compile_grammar(self) -> None:
-        waiting = [r.request_id for r in self.core.scheduler.state.queue if not r.grammar_ready]
+        queue = self.core.scheduler.state.queue
+        waiting = [r.request_id for r in queue if r.ticket.blocked_by is GRAMMAR_NOT_READY]
         if waiting:
             request_id = self.random.choice(waiting)
             self._note(f"grammar of {request_id}")

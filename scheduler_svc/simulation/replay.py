@@ -32,6 +32,7 @@ from scheduler_svc.core.events import (
 )
 from scheduler_svc.core.output import NewRow, SchedulerOutput
 from scheduler_svc.core.reasons import SkipReason
+from scheduler_svc.core.resources import ALL_REASONS
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.journal import (
     RecordedLine,
@@ -277,7 +278,7 @@ class Story:
 
 
 # Reasons that a running request meets in every other step are not news.
-_WORTH_TELLING: Final = frozenset(reasons.ALL) - {
+_WORTH_TELLING: Final = frozenset(ALL_REASONS) - {
     reasons.LAST_TOKEN_IN_FLIGHT,
     reasons.AWAITING_RESULT,
     reasons.LENGTH_REACHED,

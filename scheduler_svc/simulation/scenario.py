@@ -42,6 +42,8 @@ from scheduler_svc.core.events import (
 from scheduler_svc.core.inflight import StepRecord
 from scheduler_svc.core.output import SchedulerOutput
 from scheduler_svc.core.request import LIVE, Request
+from scheduler_svc.core.resources.grammar import GRAMMAR_NOT_READY
+from scheduler_svc.core.resources.speculation import Speculation
 from scheduler_svc.core.rules import Fence
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.simulation.emulation import ScriptedThrottle, placeholders
@@ -105,6 +107,7 @@ _OP_KEYS: dict[str, frozenset[str]] = {
     "reset_prefix_cache": frozenset({"running"}),
     "state": frozenset(),
 }
+_BLOCKED_NAMES = {GRAMMAR_NOT_READY: "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"}
 _FINISH_NAMES = {"stop": "STOP", "length": "LENGTH", "aborted": "ABORT"}
 
 
@@ -338,7 +341,7 @@ class ScenarioRun:
             row = self._sample(op, request, expected)
             sampled += row
             counts.append(len(row))
-        plain = counts == [min(expected, 1) for expected in record.expected] and not record.has_drafts
+        plain = counts == [min(expected, 1) for expected in record.expected] and not record.yields_more
         effects = self._handle(StepAcked(_RANK, 1, record.step_seq, sampled, None if plain else counts))
         return {"outputs": self._outputs(record, effects)}
 
@@ -393,6 +396,7 @@ class ScenarioRun:
 
     def _state(self) -> Json:
         state, rank = self.scheduler.state, self._rank
+        speculation = state.resources.find(Speculation)
         described: Json = {
             "free_blocks": rank.kv.pool.num_free,
             "running": [run.request.request_id for run in rank.running],
@@ -402,11 +406,11 @@ class ScenarioRun:
             "deferred": [[free.fence, list(free.blocks)] for free in rank.kv.parked],
             "requests": {
                 r.request_id: {
-                    "status": r.status.value,
+                    "status": _status_name(r),
                     "computed": r.computed,
                     "tokens": r.num_tokens,
                     "outputs": r.num_output_tokens,
-                    "spec": list(r.drafts),
+                    "spec": [] if speculation is None else list(speculation.drafts.get(r, ())),
                     "preemptions": r.account.num_preemptions,
                     "blocks": [] if r.run is None else list(r.run.blocks),
                 }
@@ -417,6 +421,12 @@ class ScenarioRun:
         if self._dump_free_order:
             described["free_order"] = rank.kv.pool.free_order()
         return described
+
+
+def _status_name(request: Request) -> str:
+    """What the reference calls it."""
+    blocked_by = request.ticket.blocked_by
+    return request.status.value if blocked_by is None else _BLOCKED_NAMES[blocked_by]
 
 
 def _describe_nothing(unsent_ids: list[str]) -> Json:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.inflight import StepRecord
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.request import FINISHED, Request
@@ -31,7 +30,7 @@ def snapshot(
         tuple(_request(state, r, places, config.max_preemptions) for r in order),
         tuple(order[r] for r in state.queue.waiting),
         tuple(order[r] for r in state.queue.skipped),
-        tuple(_rank(rank, config, order, hash_name, with_ids=with_ids) for rank in state.ranks.values()),
+        tuple(_rank(state, rank, order, hash_name, with_ids=with_ids) for rank in state.ranks.values()),
         state.pause,
         state.is_draining,
         state.no_rank_since,
@@ -55,19 +54,18 @@ def _request(state: CoreState, r: Request, places: dict[int, int], cap: int | No
         None if run is None else (run.settled, run.in_flight, run.is_prefill_chunk, run.num_cached),
         r.awaited,
         r.awaited_optional,
-        tuple(r.drafts),
         0 if cap is None else min(r.account.num_shortage_preemptions, cap),
         r.fruitless_epochs,
         r.fruitless_epochs > 0 and r.num_tokens == r.tokens_at_loss,
         r.ticket.num_passes,
-        r.grammar_ready,
+        r.ticket.blocked_by,
         None if rank is None or run is None else (places[id(rank)], max(run.last_fence - rank.window.acked_fence, 0)),
     )
 
 
 def _rank(
+    state: CoreState,
     rank: RankState,
-    config: SchedulerConfig,
     order: dict[Request, int],
     hash_name: Callable[[bytes], object] | None,
     *,
@@ -79,7 +77,7 @@ def _rank(
         return names.setdefault(block, len(names))
 
     pool, acked = rank.kv.pool, rank.window.acked_fence
-    is_throttled = config.prefill_schedule_interval > 1
+    is_throttled = state.config.prefill_schedule_interval > 1
     return (
         rank.name,
         rank.kv.num_usable,
@@ -92,6 +90,8 @@ def _rank(
         tuple(_record(record, order, acked) for record in rank.window.records),
         (tuple(rank.preempted_ids), tuple(rank.finished_ids)) if with_ids else rank.has_news,
         (rank.throttle.capacity_bound, rank.throttle.num_steps) if is_throttled else None,
+        # Compared by identity: a search that forgets names runs without resources that have a state.
+        tuple(resource.snapshot(rank) for resource in state.resources),
         rank.is_draining,
         tuple(order[r] for r in order if r.sequence in rank.returning),
         None if rank.reserved_for is None else order.get(rank.reserved_for),
@@ -113,4 +113,4 @@ def _record(record: StepRecord, order: dict[Request, int], acked: int) -> Snapsh
             rows.append((None, expected))
         else:
             rows.append((order[run.request], None if run.ended else n, run.drops_results, expected))
-    return (record.fence_seq - acked if record.fence_seq else 0, tuple(rows), record.has_drafts)
+    return (record.fence_seq - acked if record.fence_seq else 0, tuple(rows), record.yields_more)

@@ -14,6 +14,7 @@ from scheduler_svc.core.output import SchedulerOutput
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.request import Request, Run
+from scheduler_svc.core.resources import ALL_REASONS
 from scheduler_svc.core.scheduler import Scheduler
 
 _RUNNING_REASONS = frozenset(
@@ -28,7 +29,7 @@ _RUNNING_REASONS = frozenset(
         reasons.PAUSED,
     }
 )
-_QUEUED_REASONS = frozenset(reasons.ALL) - (_RUNNING_REASONS - {reasons.PREFILL_DEFERRED, reasons.NO_BUDGET}) | {
+_QUEUED_REASONS = frozenset(ALL_REASONS) - (_RUNNING_REASONS - {reasons.PREFILL_DEFERRED, reasons.NO_BUDGET}) | {
     reasons.PAUSED
 }
 

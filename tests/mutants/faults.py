@@ -118,15 +118,15 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "every skip ends the pass",
-        "running:",
-        "_END_OF_PASS = -1",
-        "_END_OF_PASS = 0",
+        "running:run",
+        "stops",
+        "plan.runs[-1:] != [run]",
     ),
     Fault(
         "self-preemption does not end the step",
         "running:_consider",
-        "_END_OF_PASS if run.ended else 0",
-        "0",
+        "return run.ended",
+        "return False",
     ),
     Fault(
         "watermark without the null block",
@@ -165,21 +165,63 @@ FAULTS: tuple[Fault, ...] = (
         "pass",
     ),
     Fault(
-        "withdraw forgets the drafts",
+        "withdraw forgets the resources",
         "plan:StepPlan.withdraw",
-        "self.drafts.pop(victim, None)",
+        "withdraw(self, victim)",
         "pass",
     ),
     Fault(
         "a policy cannot keep a request out",
         "admission:_refusal_here",
-        "(reason := state.policy.gate(plan, request)) is not None",
-        "False",
+        "return state.policy.gate(plan, request)",
+        "return None",
     ),
     Fault(
         "requests behind the end of a pass give an old reason",
         "views:_why_not_scheduled",
         "rank.stopped is not None and not had_row and account.skipped_in_pass != rank.last_pass",
+        "False",
+    ),
+    Fault(
+        "a victim keeps the tokens that its row may yield",
+        "resources.speculation:Speculation.withdraw",
+        "del plan.may_yield[run]",
+        "pass",
+    ),
+    Fault(
+        "drafts of a victim are lost when its row is withdrawn",
+        "resources.speculation:Speculation.withdraw",
+        "self._give(run.request, drafts)",
+        "pass",
+    ),
+    Fault(
+        "drafts outlive the run",
+        "resources.speculation:Speculation.on_run_end",
+        "self.drafts.pop(run.request, None)",
+        "pass",
+    ),
+    Fault(
+        "what is withdrawn first was taken first",
+        "resources.container:Resources.__init__",
+        "self._answers('withdraw')[::-1]",
+        "self._answers('withdraw')",
+    ),
+    Fault(
+        "resources are asked about plain decodes only",
+        "plan:StepPlan.take",
+        "run.special",
+        "not run.special",
+    ),
+    Fault(
+        "a resource cannot shorten a row",
+        "rows:size_row",
+        "n = clipped",
+        "pass",
+    ),
+    Fault(
+        "a request starts before its grammar is there",
+        "resources.grammar:Grammar.gate",
+        "request.request_id in self._pending",
         "False",
     ),
     # --- queues ---
@@ -216,8 +258,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "drafts do not make a run special",
-        "request:give_drafts",
-        "request.run.mark(DRAFTS)",
+        "resources.speculation:Speculation._give",
+        "run.mark(self.bit)",
         "pass",
     ),
     Fault(
@@ -306,14 +348,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a row that stands alone is padded",
-        "rows:_padding",
+        "resources.speculation:Speculation.want",
         "len(plan.runs) > len(plan.admitted)",
         "True",
     ),
     Fault(
         "padded drafts may be cut",
-        "rows:_padding",
-        "1 + count > plan.tokens_left or start + 1 + count > state.max_model_len",
+        "resources.speculation:Speculation.want",
+        "1 + self._width > plan.tokens_left or start + 1 + self._width > plan.longest",
         "False",
     ),
     Fault(

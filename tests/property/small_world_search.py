@@ -400,7 +400,7 @@ def _clone_rank(old: RankState, copies: _Copies) -> RankState:
                 r.num_tokens,
                 r.expected,
                 r.num_sampling,
-                r.has_drafts,
+                r.yields_more,
                 r.released_rows,
             )
         )

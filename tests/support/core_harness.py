@@ -43,6 +43,8 @@ from scheduler_svc.core.events import (
 from scheduler_svc.core.output import NewRow, SchedulerOutput
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.request import Request, Run
+from scheduler_svc.core.resources.base import Resource
+from scheduler_svc.core.resources.container import Resources
 from scheduler_svc.core.rules import Fence
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.simulation.emulation import ScriptedThrottle
@@ -296,9 +298,12 @@ class World:
         num_blocks: int = 64,
         ranks: dict[str, int] | None = None,
         sampler: Sampler = hashed_token,
+        resources: Sequence[Resource] = (),
     ) -> None:
         self.config = SchedulerConfig(block_size=4) if config is None else config
         self.scheduler = Scheduler(self.config)
+        if resources:
+            self.scheduler.state.resources = Resources([*self.scheduler.state.resources, *resources])
         self.sampler = sampler
         self.workers: dict[str, StubWorker] = {}
         self.epochs: dict[str, int] = {}

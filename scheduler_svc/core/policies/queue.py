@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from scheduler_svc.core.request import BLOCKED, Request
+from scheduler_svc.core.request import Request, Status
 
 
 class Lane(Protocol):
@@ -45,7 +45,7 @@ class WaitingQueue:
 
     def append(self, request: Request) -> None:
         """A new request, at the end (of its priority); a blocked one starts in the skipped lane."""
-        self._entering(request, skipped=request.status in BLOCKED)
+        self._entering(request, skipped=request.status is Status.BLOCKED)
         (self.skipped if request.ticket.skipped else self.waiting).append(request)
 
     def prepend(self, request: Request) -> None:

@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 
 from scheduler_svc.core.config import Policy, SchedulerConfig
-from scheduler_svc.core.drafts import NgramProposer
 from scheduler_svc.core.events import EndReason, StepAcked, WorkerProtocolError
+from scheduler_svc.core.resources.ngram import NgramProposer
+from scheduler_svc.core.resources.speculation import Speculation
 from tests.support.core_harness import World, expected_tokens, hashed_token
 
 INTERNAL = SchedulerConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=32, num_speculative_tokens=3)
@@ -22,6 +23,13 @@ OUTSIDE = SchedulerConfig.reference(
     num_speculative_tokens=3,
     max_model_len=64,
 ).with_rules(results_first=True)
+
+
+def drafts_of(world: World, request_id: str) -> list[int]:
+    """Drafts that wait for its next row."""
+    speculation = world.scheduler.state.resources.find(Speculation)
+    assert speculation is not None
+    return speculation.drafts.get(world.request(request_id), [])
 
 
 def repetitive(prefix: int, index: int) -> int:
@@ -152,7 +160,7 @@ def test_preemption_clears_drafts() -> None:
     world.submit("b", 8, 16)
     while not world.preemptions:
         world.turn()
-    assert world.waiting == ["b"] and list(world.request("b").drafts) == []
+    assert world.waiting == ["b"] and drafts_of(world, "b") == []
     world.run()
     world.check_texts()
 
@@ -225,4 +233,4 @@ def test_a_request_skipped_before_its_row_keeps_its_drafts() -> None:
     world.step()
     world.draft({"a": [1, 2, 3], "b": [4, 5]})
     assert world.rows_of(world.step()) == [("a", 4)]
-    assert list(world.request("b").drafts) == [4, 5] and list(world.request("a").drafts) == []
+    assert drafts_of(world, "b") == [4, 5] and drafts_of(world, "a") == []

@@ -11,6 +11,9 @@ from scheduler_svc.core import reasons
 from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.core.events import PauseRequested, PauseState, RankDraining
 from scheduler_svc.core.reasons import SkipReason
+from scheduler_svc.core.resources import ALL_REASONS
+from scheduler_svc.core.resources.grammar import GRAMMAR_NOT_READY
+from scheduler_svc.core.resources.speculation import DRAFTS_EXCEED_STEP
 from tests.support.core_harness import World
 
 CONFIG = SchedulerConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64)
@@ -301,7 +304,7 @@ CASES: list[tuple[Callable[[], World], SkipReason]] = [
     (sequence_limit, reasons.SEQUENCE_LIMIT),
     (no_blocks, reasons.NO_BLOCKS),
     (prompt_exceeds_step, reasons.PROMPT_EXCEEDS_STEP),
-    (drafts_exceed_step, reasons.DRAFTS_EXCEED_STEP),
+    (drafts_exceed_step, DRAFTS_EXCEED_STEP),
     (step_preempts, reasons.STEP_PREEMPTS),
     (fence_awaited, reasons.FENCE_AWAITED),
     (result_in_flight, reasons.RESULT_IN_FLIGHT),
@@ -309,7 +312,7 @@ CASES: list[tuple[Callable[[], World], SkipReason]] = [
     (never_fits_here, reasons.NEVER_FITS_HERE),
     (quarantined, reasons.QUARANTINED),
     (rank_quarantined, reasons.RANK_QUARANTINED),
-    (grammar_not_ready, reasons.GRAMMAR_NOT_READY),
+    (grammar_not_ready, GRAMMAR_NOT_READY),
     (paused, reasons.PAUSED),
     (paused_running, reasons.PAUSED),
     (rank_draining, reasons.RANK_DRAINING),
@@ -326,7 +329,7 @@ def test_reasons(build: Callable[[], World], expected: SkipReason) -> None:
 
 def test_every_reason_is_reached() -> None:
     """BEHIND, and a running request without budget, have tests of their own below."""
-    assert {expected for _, expected in CASES} == set(reasons.ALL) - {reasons.BEHIND}
+    assert {expected for _, expected in CASES} == set(ALL_REASONS) - {reasons.BEHIND}
 
 
 def test_who_runs_is_named_with_its_step() -> None:

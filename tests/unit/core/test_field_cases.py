@@ -891,7 +891,7 @@ def test_f91_tokens_behind_a_stop_fill_no_block() -> None:
     """Drafts behind the token that stops the request are accepted by the worker, but are no part of the request."""
     config = SchedulerConfig(block_size=4, max_num_seqs=2, num_speculative_tokens=3)
     world = World(config, sampler=lambda prefix, index: (11, 12, 13)[index % 3])
-    first = world.submit("first", [13, 11, 12, 13, 11, 12, 13], 30, stop_token_ids=(12,), min_tokens=2)
+    first = world.submit("first", [12, 13, 11, 12, 13, 11, 12, 13], 30, stop_token_ids=(12,), min_tokens=2)
     world.run()
     assert first.reason is EndReason.STOP and first.tokens == [11, 12]
     assert len(world.rank().kv.pool.index) == 2

@@ -20,7 +20,7 @@ def running_world(*lengths: int, num_blocks: int = 30) -> World:
     return world
 
 
-def test_withdraw_gives_back_tokens_drafts_blocks_entry_and_hashes() -> None:
+def test_withdraw_gives_back_tokens_blocks_entry_and_hashes() -> None:
     world = running_world(8, 6)
     a, b = world.run_of("a"), world.run_of("b")
     plan = StepPlan(world.rank(), 10)
@@ -28,7 +28,6 @@ def test_withdraw_gives_back_tokens_drafts_blocks_entry_and_hashes() -> None:
     for run in (a, b):
         plan.runs.append(run)
         plan.num_tokens.append(3)
-        plan.drafts[run] = [1, 2]
         plan.grow(run, 1)
         plan.tokens_left -= 3
     b.request.tokens.extend([1, 2, 3])
@@ -38,7 +37,7 @@ def test_withdraw_gives_back_tokens_drafts_blocks_entry_and_hashes() -> None:
     assert b.num_cached == cached + 1 and len(world.rank().kv.pool.index) == index_before + 1
     plan.withdraw(b)
     assert (plan.tokens_left, plan.runs, plan.num_tokens) == (7, [a], [3])
-    assert list(plan.drafts) == [a] and list(plan.grown) == [a]
+    assert list(plan.grown) == [a]
     assert b.num_cached == cached and b.cache_at == 8
     assert len(world.rank().kv.pool.index) == index_before
 

@@ -13,7 +13,8 @@ from scheduler_svc.core.kv.prefix_index import HashChain
 from scheduler_svc.core.policies.fcfs import FcfsLane, FcfsQueue
 from scheduler_svc.core.policies.priority import PriorityLane, PriorityQueue
 from scheduler_svc.core.policies.queue import WaitingQueue
-from scheduler_svc.core.request import Limits, Request
+from scheduler_svc.core.request import Limits, Request, block
+from scheduler_svc.core.resources.grammar import GRAMMAR_NOT_READY
 
 _SEQUENCE = iter(range(1 << 30))
 
@@ -25,7 +26,10 @@ def request(
     event = RequestArrived(
         name, sequence, array("i", range(n)), max_tokens=4, priority=priority, arrival=arrival, awaits_grammar=grammar
     )
-    return Request(event, Limits(4, 0, n + 4, n + 3), sequence=sequence, now=0.0, chain=HashChain(4, "", enabled=True))
+    made = Request(event, Limits(4, 0, n + 4, n + 3), sequence=sequence, now=0.0, chain=HashChain(4, "", enabled=True))
+    if grammar:
+        block(made, GRAMMAR_NOT_READY)
+    return made
 
 
 def names(requests: Any) -> list[str]:

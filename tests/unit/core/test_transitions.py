@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_svc.core import reasons
 from scheduler_svc.core.events import GrammarReady
-from scheduler_svc.core.request import BLOCKED, FINISHED, LIVE, QUEUED, TRANSITIONS, Status, transition
+from scheduler_svc.core.request import FINISHED, LIVE, QUEUED, TRANSITIONS, Status, transition
+from scheduler_svc.core.resources import ALL_REASONS
 from tests.support.core_harness import World
 from tests.unit.core.test_queues import request
 
@@ -35,14 +35,14 @@ def test_only_what_the_table_says(before: Status, after: Status) -> None:
 def test_the_named_sets() -> None:
     assert set(TRANSITIONS) == set(Status) == LIVE | FINISHED and not LIVE & FINISHED
     not_queued = LIVE - QUEUED
-    assert BLOCKED < QUEUED < LIVE and not_queued == {Status.RUNNING}
+    assert Status.BLOCKED in QUEUED and QUEUED < LIVE and not_queued == {Status.RUNNING}
     assert all(not TRANSITIONS[status] for status in FINISHED)
     for status in LIVE:
         assert Status.FINISHED_ABORTED in TRANSITIONS[status] and Status.FINISHED_ERROR in TRANSITIONS[status]
 
 
 def test_every_status_can_be_reached_and_left() -> None:
-    reached = {Status.WAITING, Status.WAITING_FOR_GRAMMAR}
+    reached = {Status.WAITING}
     for _ in Status:
         reached |= {to for status in reached for to in TRANSITIONS[status]}
     assert reached == set(Status)
@@ -70,7 +70,7 @@ def test_a_life_through_every_kind_of_change() -> None:
     world.join("r0", 20)
     world.step()
     seen.append(world.request("a").status)
-    assert seen == [Status.WAITING_FOR_GRAMMAR, Status.RUNNING, Status.PREEMPTED, Status.RUNNING]
+    assert seen == [Status.BLOCKED, Status.RUNNING, Status.PREEMPTED, Status.RUNNING]
     world.run()
     world.check_texts()
 
@@ -94,4 +94,4 @@ def test_every_reason_is_explained() -> None:
     text = (ROOT / "docs" / "scheduling.md").read_text(encoding="utf-8")
     who = ("| waiting |", "| running |", "| both |")
     rows = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `") and any(w in line for w in who)]
-    assert sorted(rows) == sorted(reason.name for reason in reasons.ALL)
+    assert sorted(rows) == sorted(reason.name for reason in ALL_REASONS)

@@ -19,6 +19,7 @@ from scheduler_svc.core.events import (
 )
 from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.request import Status
+from scheduler_svc.core.resources.speculation import DRAFTS_EXCEED_STEP
 from scheduler_svc.core.rules import Fence
 from scheduler_svc.core.scheduler import Scheduler
 from tests.support.core_harness import World, expected_tokens
@@ -110,7 +111,7 @@ def test_padding_looks_at_the_model_length(length: int, admitted: bool) -> None:
     assert output is not None and list(output.num_tokens) == ([1, 3] if admitted else [1])
     if not admitted:
         explanation = scheduler.explain("one")
-        assert explanation is not None and explanation.reason is reasons.DRAFTS_EXCEED_STEP
+        assert explanation is not None and explanation.reason is DRAFTS_EXCEED_STEP
 
 
 # --- gates and lanes ----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Draft tokens: guesses that a worker verifies in one row of 1 + k tokens."""
+"""Drafts from the text itself: what followed the last tokens where they occurred before."""
 
 from __future__ import annotations
 

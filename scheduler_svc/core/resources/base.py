@@ -1,0 +1,91 @@
+"""What competes for a place in a step, beside tokens, sequences and blocks: one class for each feature.
+
+A resource is one object per scheduler, with its state per rank where it has any. It answers the questions below; those
+that it does not override are not asked. The order of resources is that of the registry; `withdraw` goes in reverse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from scheduler_svc.core.events import RequestArrived, ResourceEvent, StepAcked
+from scheduler_svc.core.inflight import StepRecord
+from scheduler_svc.core.output import StepColumns
+from scheduler_svc.core.plan import StepPlan
+from scheduler_svc.core.rank import RankState
+from scheduler_svc.core.reasons import SkipReason
+from scheduler_svc.core.request import Request, Run, RunEnd
+
+
+class Resource:
+    """A feature that does nothing. Only one plan is open at a time, so what concerns the step under construction may be
+    kept in the resource; `open` resets it."""
+
+    # Its bit in Run.special, given by the container.
+    bit = 0
+    # Slots that must be free behind every row.
+    lookahead = 0
+    # Reasons of its own for leaving a request out.
+    reasons: tuple[SkipReason, ...] = ()
+
+    # --- may it start? --------------------------------------------------------------------------------------------
+
+    def on_arrive(self, request: Request, event: RequestArrived) -> None:
+        """A request was accepted. May block it, or set needs_result_first."""
+
+    def on_event(self, event: ResourceEvent, live: Mapping[str, Request]) -> None:
+        """Something happened that concerns a resource; events of others are ignored. live: live requests by id."""
+
+    def gate(self, plan: StepPlan, request: Request) -> SkipReason | None:
+        """Why a waiting request may not be considered in this step, whatever room there is; None: it may. May complete
+        what the request waited for. The reason must put aside."""
+
+    # --- how long is the row? -------------------------------------------------------------------------------------
+
+    def want(self, plan: StepPlan, request: Request, start: int, known: int) -> int | SkipReason:
+        """Tokens that a row from position `start` should have beyond the known ones; a reason if they must fit whole
+        and do not. Changes nothing."""
+        return 0
+
+    def clip(self, plan: StepPlan, request: Request, start: int, n: int) -> int | SkipReason:
+        """How many of `n` tokens from position `start` on the row may have, at least 1; or why it gets none. Claims
+        nothing: a later resource may shorten the row, and an admission may fail."""
+        return n
+
+    # --- what does it take? ---------------------------------------------------------------------------------------
+
+    def open(self, plan: StepPlan) -> None:
+        """A step begins: budgets are full."""
+
+    def take(self, plan: StepPlan, run: Run, start: int, n: int) -> None:
+        """The row is final: claim what it needs. Asked for runs that are special, which admitted ones are."""
+
+    def withdraw(self, plan: StepPlan, run: Run) -> None:
+        """Exact inverse of `take`; no effect for a run that took nothing, and the second time."""
+
+    def build(self, plan: StepPlan, columns: StepColumns) -> None:
+        """All rows are final: write the columns of this resource."""
+
+    # --- what happens to runs and requests ------------------------------------------------------------------------
+
+    def on_run_end(self, run: Run, how: RunEnd) -> None:
+        """A run has ended."""
+
+    def on_finish(self, request: Request) -> None:
+        """A request has ended, whether or not it ever ran."""
+
+    def on_settled(self, rank: RankState, record: StepRecord, event: StepAcked) -> None:
+        """All rows of a result are settled, and requests that it ends have ended."""
+
+    # --- accounts -------------------------------------------------------------------------------------------------
+
+    def claims(self, run: Run) -> bool:
+        """Whether the resource's bit of this run must be set: the truth, for the invariants."""
+        return False
+
+    def snapshot(self, rank: RankState) -> object:
+        """What `take` changes, as a value that can be compared: after `withdraw` it is what it was before."""
+        return None
+
+    def check(self, rank: RankState) -> Iterator[str]:
+        """Own invariants that are broken."""
+        return iter(())

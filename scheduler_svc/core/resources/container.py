@@ -1,0 +1,77 @@
+"""All resources of a scheduler, and for each question those that answer it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from scheduler_svc.core.events import RequestArrived, ResourceEvent, StepAcked
+from scheduler_svc.core.inflight import StepRecord
+from scheduler_svc.core.plan import Claims, StepPlan
+from scheduler_svc.core.rank import RankState
+from scheduler_svc.core.reasons import SkipReason
+from scheduler_svc.core.request import FIRST_RESOURCE_BIT, Request, Run, RunEnd
+from scheduler_svc.core.resources.base import Resource
+
+_R = TypeVar("_R", bound=Resource)
+
+
+class Resources:
+    """A feature that is off is not in it, and a question that no resource answers is an empty tuple."""
+
+    def __init__(self, resources: Sequence[Resource]) -> None:
+        self._all = tuple(resources)
+        for number, resource in enumerate(self._all):
+            resource.bit = FIRST_RESOURCE_BIT << number
+        self.lookahead = max((resource.lookahead for resource in self._all), default=0)
+        self.gates: tuple[Callable[[StepPlan, Request], SkipReason | None], ...] = self._answers("gate")
+        self.wants: tuple[Callable[[StepPlan, Request, int, int], int | SkipReason], ...] = self._answers("want")
+        self.clips: tuple[Callable[[StepPlan, Request, int, int], int | SkipReason], ...] = self._answers("clip")
+        self.claims = Claims(
+            opens=self._answers("open"),
+            takes=self._answers("take"),
+            withdraws=self._answers("withdraw")[::-1],
+            builds=self._answers("build"),
+        )
+        self._arrivals: tuple[Callable[[Request, RequestArrived], None], ...] = self._answers("on_arrive")
+        self._events: tuple[Callable[[ResourceEvent, Mapping[str, Request]], None], ...] = self._answers("on_event")
+        self._run_ends: tuple[Callable[[Run, RunEnd], None], ...] = self._answers("on_run_end")
+        self._finishes: tuple[Callable[[Request], None], ...] = self._answers("on_finish")
+        self._settlements: tuple[Callable[[RankState, StepRecord, StepAcked], None], ...] = self._answers("on_settled")
+
+    def __iter__(self) -> Iterator[Resource]:
+        return iter(self._all)
+
+    def find(self, kind: type[_R]) -> _R | None:
+        """The resource of this class, if it is on."""
+        return next((resource for resource in self._all if isinstance(resource, kind)), None)
+
+    def on_arrive(self, request: Request, event: RequestArrived) -> None:
+        """See Resource."""
+        for answer in self._arrivals:
+            answer(request, event)
+
+    def on_event(self, event: ResourceEvent, live: Mapping[str, Request]) -> None:
+        """See Resource."""
+        for answer in self._events:
+            answer(event, live)
+
+    def on_run_end(self, run: Run, how: RunEnd) -> None:
+        """See Resource."""
+        for answer in self._run_ends:
+            answer(run, how)
+
+    def on_finish(self, request: Request) -> None:
+        """See Resource."""
+        for answer in self._finishes:
+            answer(request)
+
+    def on_settled(self, rank: RankState, record: StepRecord, event: StepAcked) -> None:
+        """See Resource."""
+        for answer in self._settlements:
+            answer(rank, record, event)
+
+    def _answers(self, question: str) -> tuple[Any, ...]:
+        """The bound methods of the resources that override this question, in their order."""
+        default = getattr(Resource, question)
+        return tuple(getattr(r, question) for r in self._all if getattr(type(r), question) is not default)
