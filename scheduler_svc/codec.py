@@ -18,7 +18,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtoMessage
 
-from scheduler_svc.core.events import AbortCause, EndReason, RequestEnded, WorkerProtocolError
+from scheduler_svc.core.events import AbortCause, EndReason, RequestEnded, RowFailed, WorkerProtocolError
 from scheduler_svc.core.output import DeferredFree, NewRow, SchedulerOutput
 from scheduler_svc.core.stats import Usage
 from scheduler_svc.errors import Failure, SessionProtocolError, SessionRefused
@@ -44,6 +44,8 @@ MAX_FRAME_ITEMS: Final = 1024
 MAX_HOST_CHARS: Final = 253
 # Larger than anything a row adds to a message besides its columns, id and sampling parameters: tags, lengths, numbers.
 _ROW_OVERHEAD: Final = 96
+# It travels on to the client in a header.
+_MAX_ROW_MESSAGE_CHARS: Final = 400
 _BIG_ENDIAN: Final = sys.byteorder == "big"
 
 
@@ -143,6 +145,7 @@ class StepResult:
     staged_us: int
     executed_us: int
     error: str | None = None
+    row_errors: tuple[RowFailed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +238,14 @@ def _step_result(message: step_pb2.StepResult) -> StepResult:
         staged_us=message.staged_us,
         executed_us=message.executed_us,
         error=error,
+        row_errors=tuple(RowFailed(each.row, _row_error(each)) for each in message.row_errors),
     )
+
+
+def _row_error(error: step_pb2.RowError) -> str:
+    known = step_pb2.RowErrorKind.DESCRIPTOR.values_by_number
+    kind = known[error.kind].name.removeprefix("ROW_ERROR_KIND_").lower() if error.kind in known else "unknown kind"
+    return f"{error.message} ({kind})"[:_MAX_ROW_MESSAGE_CHARS]
 
 
 def decode_tokenizer_piece(data: bytes) -> TokenizerPiece:

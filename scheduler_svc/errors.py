@@ -112,6 +112,7 @@ _ENDED_FROM_OUTSIDE: Final = {
 
 _FAILED: Final = {
     EndReason.WORKER_FAULT: (Code.INTERNAL, "the workers that ran this request failed again and again"),
+    EndReason.MODEL_OUTPUT_INVALID: (Code.INTERNAL, "the model gave no usable output for this request"),
     EndReason.NO_WORKER: (Code.UNAVAILABLE, "no worker can hold this request now; try again later"),
 }
 

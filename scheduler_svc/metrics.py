@@ -253,6 +253,7 @@ _FAILURE: Final = {
     EndReason.ABORTED.value: "abort",
     EndReason.WORKER_FAULT.value: "error",
     EndReason.NO_WORKER.value: "error",
+    EndReason.MODEL_OUTPUT_INVALID.value: "error",
 }
 
 
@@ -359,6 +360,9 @@ def _cost_metrics(core: Scheduler, facts: Facts) -> list[Metric]:
         _histogram("vllm:request_num_preemptions", "Preemptions of a request.", facts.request_preemptions),
         preemptions,
         recomputed,
+        CounterMetricFamily(
+            "stepfence_row_errors", "Rows that failed alone: the model gave no usable output.", totals.num_row_errors
+        ),
         CounterMetricFamily("stepfence_computed_tokens", "Tokens sent to be computed.", totals.num_computed_tokens),
         CounterMetricFamily(
             "stepfence_requeued_after_worker_loss",

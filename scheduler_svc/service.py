@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 # Time for front ends to read the last frames, once everything has ended. Seconds.
 _FAREWELL_S: Final = 2.0
 # Ends that are nobody's wish.
-_FAILURES: Final = frozenset({EndReason.WORKER_FAULT, EndReason.NO_WORKER})
+_FAILURES: Final = frozenset({EndReason.WORKER_FAULT, EndReason.NO_WORKER, EndReason.MODEL_OUTPUT_INVALID})
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,6 +208,8 @@ def _put_output(result: step_pb2.StepResult, output: StepOutput) -> None:
     if output.sampled_counts is not None:
         result.sampled_counts = _column_bytes(output.sampled_counts)
     result.num_rows_held = output.num_rows_held
+    for failure in output.row_errors:
+        result.row_errors.add(row=failure.row, kind=step_pb2.ROW_ERROR_KIND_OUTPUT_INVALID, message=failure.message)
 
 
 def _column_bytes(column: Int32Column) -> bytes:

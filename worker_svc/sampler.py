@@ -36,8 +36,13 @@ class SamplingRows:
     masked: Sequence[tuple[int, tuple[int, ...]]] = ()
 
 
+# Instead of a token, where the logits of a row are not finite.
+INVALID: Final = -1
+
+
 def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """One token per row, [S] int64 on the device of logits [S, vocab] float32 (overwritten).
+    """One token per row, [S] int64 on the device of logits [S, vocab] float32 (overwritten); INVALID for a row whose
+    logits are not finite.
 
     Order: masks, temperature, min-p, top-k, top-p, draw. Temperature 0 is argmax. At least one token is always kept.
     """
@@ -45,12 +50,20 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         logits[row, torch.tensor(token_ids, device=logits.device)] = -torch.inf
     drawn = np.flatnonzero(rows.parameters["temperature"] > 0)
     if len(drawn) == 0:
-        return logits.argmax(dim=-1)
+        return _best(logits)
     if len(drawn) == len(logits):
         return _draw(logits, rows, drawn)
-    tokens = logits.argmax(dim=-1)
+    tokens = _best(logits)
     index = torch.from_numpy(drawn).to(logits.device)
     return tokens.index_copy_(0, index, _draw(logits.index_select(0, index), rows, drawn))
+
+
+def _best(scores: torch.Tensor) -> torch.Tensor:
+    """The token with the highest score of each row. A NaN counts as highest, and so does an infinity, so that the score
+    of the winner shows every row that has one."""
+    tokens = scores.argmax(dim=-1)
+    winners = scores.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    return tokens.masked_fill_(~winners.isfinite(), INVALID)
 
 
 def _draw(logits: torch.Tensor, rows: SamplingRows, drawn: npt.NDArray[np.intp]) -> torch.Tensor:
@@ -60,7 +73,7 @@ def _draw(logits: torch.Tensor, rows: SamplingRows, drawn: npt.NDArray[np.intp])
         keep_likely(logits, rows.parameters[name][drawn])
     choices = rows.parameters["choice_index"][drawn]
     keys = stream_keys(rows.parameters["seed"][drawn], rows.output_index[drawn], choices)
-    return logits.add_(gumbel(keys, logits.shape[1], device)).argmax(dim=-1)
+    return _best(logits.add_(gumbel(keys, logits.shape[1], device)))
 
 
 def _apply_min_p(logits: torch.Tensor, min_p: npt.NDArray[np.float32]) -> None:

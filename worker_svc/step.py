@@ -49,6 +49,15 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class RowFailure:
+    """A row whose output is not usable, although the step was executed (proto RowError)."""
+
+    row: int
+    # For people.
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """What a step sampled: ids in row order; counts per row of the step (0 for a partial prefill), or None when every
     sampling row has exactly one. A row samples unless known tokens remain to be computed after this step."""
@@ -56,6 +65,8 @@ class StepOutput:
     sampled_token_ids: Int32Column
     sampled_counts: Int32Column | None
     num_rows_held: int
+    # Rows that failed alone; they have 0 in sampled_counts, which is given then.
+    row_errors: tuple[RowFailure, ...] = ()
 
 
 class FailureKind(Enum):

@@ -30,6 +30,7 @@ _ADVICE: Final[dict[str, str]] = {
     "STEPFENCE_CLUSTER_SECRET_FILE in the environment",
     "CLUSTER_SECRET_WRONG": "name the file that the scheduler reads: --cluster-secret-file FILE, or "
     "STEPFENCE_CLUSTER_SECRET_FILE in the environment",
+    "MODEL_OUTPUT_INVALID": "the model gave logits that are not finite: its weights may be damaged or badly rounded",
     "WORKER_FAULT": "workers failed while they ran this request; their logs say why",
 }
 FRONT_END: Final = "front end"

@@ -116,12 +116,22 @@ class RankDraining:
 
 
 @dataclass(frozen=True, slots=True)
+class RowFailed:
+    """A row that yields nothing although its step was executed. The KV it has written is not to be trusted."""
+
+    row: int
+    # For people.
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class StepAcked:
     """A rank's answer to the oldest of its steps in flight.
 
     sampled: token ids of the rows that sample, in row order. counts: how many each row of the step has (0 for a partial
-    prefill), or None when each sampling row has exactly one. Raises WorkerProtocolError from handle(), with nothing
-    changed, when the answer does not fit the step.
+    prefill), or None when each sampling row has exactly one. row_errors: rows that failed alone; they have 0 in counts,
+    which must be given then. Raises WorkerProtocolError from handle(), with nothing changed, when the answer does not
+    fit the step.
     """
 
     rank: str
@@ -129,6 +139,7 @@ class StepAcked:
     step_seq: int
     sampled: list[int]
     counts: list[int] | None = None
+    row_errors: tuple[RowFailed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +210,8 @@ class EndReason(Enum):
     WORKER_FAULT = "worker_fault"
     # No living rank can ever hold it, or none came back in time (D30).
     NO_WORKER = "no_worker"
+    # Its row failed alone: the model's output was not usable (D51).
+    MODEL_OUTPUT_INVALID = "model_output_invalid"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from scheduler_svc.core.stats import Usage
 def preempt(state: CoreState, rank: RankState, run: Run, *, beneficiary: str, cause: str) -> None:
     """End a run for recompute. The tokens of its request stay; samples awaited still count when they come.
 
-    cause: "blocks", "reset", "rank_lost" or "rank_draining". The caller puts the request back into the queue."""
+    cause: "blocks", "reset", "row_error", "rank_lost" or "rank_draining". The caller puts the request back into the
+    queue."""
     victim, account = run.request, run.request.account
     num_blocks = sum(1 for block in run.blocks if rank.kv.pool.refs[block] == 1)
     state.effects.append(
@@ -44,6 +45,16 @@ def preempt(state: CoreState, rank: RankState, run: Run, *, beneficiary: str, ca
     else:
         account.num_shortage_preemptions += cause == "blocks"
         state.totals.num_preemptions += 1
+
+
+def recompute(state: CoreState, rank: RankState, run: Run, *, cause: str) -> None:
+    """Preempt a run whose results on the way are to be dropped, tokens included, and put its request back into the
+    queue."""
+    request = run.request
+    preempt(state, rank, run, beneficiary="", cause=cause)
+    rank.window.drop(request)
+    request.awaited = request.awaited_optional = 0
+    state.queue.prepend(request)
 
 
 def _end_run(state: CoreState, rank: RankState, run: Run, how: RunEnd, freed_as: str) -> None:

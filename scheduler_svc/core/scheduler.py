@@ -45,7 +45,7 @@ from scheduler_svc.core.kv.prefix_index import HashChain
 from scheduler_svc.core.output import SchedulerOutput
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.rank import RankState
-from scheduler_svc.core.request import QUEUED, Request, Run, Status
+from scheduler_svc.core.request import QUEUED, Request, Status
 from scheduler_svc.core.state import CoreState
 from scheduler_svc.core.stats import Totals
 from scheduler_svc.core.views import Explanation, RankAuditFacts, RankView
@@ -319,7 +319,8 @@ class Scheduler:
         if event.preempt_running:
             for rank in ranks:
                 for run in reversed(list(rank.running)):
-                    self._preempt_for_reset(rank, run)
+                    # Results on the way belong to what is being forgotten.
+                    lifecycle.recompute(state, rank, run, cause="reset")
         over_parked = state.config.rules.reset_over_parked
         busy = [rank.name for rank in ranks if rank.kv.is_held or (rank.kv.parked and not over_parked)]
         if busy:
@@ -329,14 +330,6 @@ class Scheduler:
         for rank in ranks:
             rank.kv.reset_prefix_cache()
         state.effects.append(PrefixCacheReset(True, ""))
-
-    def _preempt_for_reset(self, rank: RankState, run: Run) -> None:
-        """Its results in flight are dropped, tokens included: they belong to what is being forgotten."""
-        request = run.request
-        lifecycle.preempt(self.state, rank, run, beneficiary="", cause="reset")
-        rank.window.drop(request)
-        request.awaited = request.awaited_optional = 0
-        self.state.queue.prepend(request)
 
     # --- questions ------------------------------------------------------------------------------------------------
 

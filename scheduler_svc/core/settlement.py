@@ -3,7 +3,7 @@ fences open. Decides nobody's turn."""
 
 from __future__ import annotations
 
-from scheduler_svc.core import lifecycle, stopping
+from scheduler_svc.core import lifecycle, stopping, untrusted
 from scheduler_svc.core.events import EndReason, StepAcked, TokensProduced, WorkerProtocolError
 from scheduler_svc.core.inflight import StepRecord
 from scheduler_svc.core.rank import RankState
@@ -28,8 +28,9 @@ def acknowledge(state: CoreState, event: StepAcked) -> None:
     rank.kv.release_due(rank.window.acked_fence)
     rank.reuse_rows(record.released_rows)
     ends: list[_End] = []
+    failed = _failed_runs(record, event) if event.row_errors else {}
     if record.yields_more or event.counts is not None:
-        produced = _settle_counted(state, rank, record, event, ends)
+        produced = _settle_counted(state, rank, record, event, failed, ends)
     else:
         produced = _settle_plain(state, rank, record, event.sampled, ends)
     if produced.handles:
@@ -38,6 +39,9 @@ def acknowledge(state: CoreState, event: StepAcked) -> None:
     # After all rows, so that tokens come before ends, and the last block of a request is cached before it is freed.
     for request, reason, stop_token_id in ends:
         lifecycle.finish(state, request, _ENDED[reason], reason, stop_token_id=stop_token_id)
+    for run, message in failed.items():
+        state.totals.num_row_errors += 1
+        untrusted.fail_row(state, rank, run, message)
     state.resources.on_settled(rank, record, event)
 
 
@@ -49,6 +53,11 @@ def _checked(rank: RankState, event: StepAcked, *, least: int) -> StepRecord:
         expected = "none" if record is None else str(record.step_seq)
         raise WorkerProtocolError(f"result for step {event.step_seq} of {event.rank}; expected step {expected}")
     sampled, counts = event.sampled, event.counts
+    failed = {each.row for each in event.row_errors}
+    if failed:
+        rows = {run.row for run in record.runs}
+        if len(failed) != len(event.row_errors) or not failed <= rows or counts is None:
+            raise WorkerProtocolError(f"step {event.step_seq}: row errors do not fit its rows")
     if sampled and not (min(sampled) >= 0 and max(sampled) < rank.vocab_size):
         raise WorkerProtocolError(f"step {event.step_seq}: a token id is outside 0 to {rank.vocab_size - 1}")
     if counts is None:
@@ -58,7 +67,8 @@ def _checked(rank: RankState, event: StepAcked, *, least: int) -> StepRecord:
             )
         return record
     fits = len(counts) == len(record.expected) and all(
-        min(least, most) <= count <= most for count, most in zip(counts, record.expected, strict=True)
+        count == 0 if run.row in failed else min(least, most) <= count <= most
+        for run, count, most in zip(record.runs, counts, record.expected, strict=True)
     )
     if not fits or sum(counts) != len(sampled):
         raise WorkerProtocolError(f"step {event.step_seq}: token counts do not fit its rows")
@@ -99,8 +109,18 @@ def _settle_plain(
     return TokensProduced(handles, None, tokens)
 
 
+def _failed_runs(record: StepRecord, event: StepAcked) -> dict[Run, str]:
+    messages = {failed.row: failed.message for failed in event.row_errors}
+    return {run: messages[run.row] for run in record.runs if run.row in messages}
+
+
 def _settle_counted(
-    state: CoreState, rank: RankState, record: StepRecord, event: StepAcked, ends: list[_End]
+    state: CoreState,
+    rank: RankState,
+    record: StepRecord,
+    event: StepAcked,
+    failed: dict[Run, str],
+    ends: list[_End],
 ) -> TokensProduced:
     """Rows with drafts, or with a count column: each yields between nothing and 1 + its drafts."""
     counts = event.counts
@@ -113,6 +133,9 @@ def _settle_counted(
     for run, n, expected, count in zip(record.runs, record.num_tokens, record.expected, counts, strict=True):
         row = event.sampled[at : at + count]
         at += count
+        if run in failed:
+            # Its request ends below, or has been taken off already: nothing of the row is settled.
+            continue
         if run.ended:
             kept = row if expected and _append_late(run, row, expected, ends) else []
         else:

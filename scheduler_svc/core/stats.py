@@ -60,6 +60,7 @@ class Totals:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_deferring_steps: int = 0
+    num_row_errors: int = 0
     # Recomputed tokens by what made it necessary, and how often a pass gave a request nothing, by reason.
     recomputed_by_cause: dict[str, int] = field(default_factory=dict)
     skips: dict[SkipReason, int] = field(default_factory=dict)

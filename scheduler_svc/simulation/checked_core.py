@@ -36,6 +36,7 @@ from scheduler_svc.core.events import (
     RequestEnded,
     RequestPreempted,
     RequestRefused,
+    RowFailed,
     StepAcked,
     TextEnded,
     Tick,
@@ -112,6 +113,9 @@ class RankLink:
     taken_off_ids: set[str] = field(default_factory=set)
     last_result: StepResult | None = None
     acked_step: int = 0
+    # Some request there computes what is not finite; and one that did has ended before that was noticed.
+    has_poison: bool = False
+    was_not_noticed: bool = False
 
 
 class CheckedCore:
@@ -277,9 +281,39 @@ class CheckedCore:
         link = self.links[name]
         result = link.worker.execute()
         self._check_order(link)
+        if result.failed_rows:
+            # Whatever shares a block with such a row is preempted, and may be resumed by the very step that says so.
+            link.taken_off_ids |= {run.request.request_id for run in self.scheduler.state.ranks[name].running}
         self._handle(_acked(name, result), keeps_half=True)
+        if result.failed_rows:
+            self._check_that_nothing_poisoned_is_used(link)
         link.last_result = result
         link.acked_step = result.step_seq
+
+    def poison(self, request_id: str) -> bool:
+        """The next row of a running request computes what is not finite. False where an earlier one is not noticed yet,
+        or never will be, since its request ended for another reason."""
+        client = self.clients[request_id]
+        link = client.link
+        if link is None or self.links.get(link.name) is not link or link.has_poison:
+            return False
+        link.worker.poison(request_id)
+        link.has_poison = True
+        return True
+
+    def _check_that_nothing_poisoned_is_used(self, link: RankLink) -> None:
+        """After a row failed alone: no cached block, and no block of a running request, holds what is not finite. Where
+        blocks are reused without a fence, one that does may belong to a row that will overwrite it: not looked at."""
+        link.has_poison = False
+        self.reached["row failed alone"] += 1
+        if link.was_not_noticed or self.config.rules.fence is not Fence.ALWAYS:
+            return
+        rank, size = self.scheduler.state.ranks[link.name], self.config.block_size
+        poisoned = {slot // size for slot in link.worker.poisoned}
+        cached = {block for _, blocks in rank.kv.pool.index.entries() for block in blocks}
+        _demand(poisoned.isdisjoint(cached), f"poisoned blocks {sorted(poisoned & cached)} of {link.name} are cached")
+        for run in rank.running:
+            _demand(poisoned.isdisjoint(run.blocks), f"{run.request.request_id} uses poisoned blocks")
 
     def deliver_late(self) -> None:
         """A result of an epoch that is over: nothing may change."""
@@ -310,6 +344,14 @@ class CheckedCore:
         if (record := rank.window.oldest) is not None:
             sampled = [0] * record.num_sampling
             wrong.append(("not oldest", StepAcked(name, link.epoch, record.step_seq + 1, sampled)))
+            unknown = StepAcked(
+                name, link.epoch, record.step_seq, [], [0] * len(record.expected), (RowFailed(1 << 20, ""),)
+            )
+            wrong.append(("unknown row failed", unknown))
+            if record.runs:
+                failed = (RowFailed(record.runs[0].row, ""),)
+                uncounted = StepAcked(name, link.epoch, record.step_seq, sampled, None, failed)
+                wrong.append(("row failed without a count", uncounted))
             wrong.append(("one token too many", StepAcked(name, link.epoch, record.step_seq, [*sampled, 0])))
             if sampled:
                 wrong.append(("row missing", StepAcked(name, link.epoch, record.step_seq, sampled[:-1])))
@@ -554,6 +596,7 @@ class CheckedCore:
         if client is None or client.event.request_id != effect.request_id:
             raise CoreViolation(f"{effect} is about nobody")
         _check_end(client, effect)
+        self._check_poison(client, effect)
         self._check_usage(client, effect.usage)
         del self.clients[effect.request_id], self._by_handle[effect.handle]
         cause = "" if effect.cause is None else f" {effect.cause.value}"
@@ -561,6 +604,17 @@ class CheckedCore:
         link = client.link
         if link is not None and self.links.get(link.name) is link:
             link.finished_ids.append(effect.request_id)
+
+    def _check_poison(self, client: Client, effect: RequestEnded) -> None:
+        """A request fails for its output only if it has had to do with such a row. Where one that has ends for another
+        reason, nothing can be said of that rank any more."""
+        request_id = effect.request_id
+        tainted = [link for link in self.links.values() if request_id in link.worker.tainted_ids]
+        if effect.reason is EndReason.MODEL_OUTPUT_INVALID:
+            _demand(bool(tainted), f"{request_id} fails for its output, which was right")
+        else:
+            for link in tainted:
+                link.was_not_noticed = True
 
     def _check_usage(self, client: Client, usage: Usage) -> None:
         num_outputs = len(client.outputs) if client.text_ended_at is None else client.text_ended_at
@@ -674,7 +728,8 @@ class CheckedCore:
 
 
 def _acked(name: str, result: StepResult) -> StepAcked:
-    return StepAcked(name, result.epoch, result.step_seq, list(result.sampled), result.counts)
+    errors = tuple(RowFailed(row, "not finite") for row in result.failed_rows)
+    return StepAcked(name, result.epoch, result.step_seq, list(result.sampled), result.counts, errors)
 
 
 def _check_end(client: Client, effect: RequestEnded) -> None:

@@ -57,6 +57,8 @@ MUST_REACH = (
     "wrong result refused: one token too many",
     "wrong result refused: too many in a row",
     "wrong result refused: rows without a token",
+    "wrong result refused: unknown row failed",
+    "wrong result refused: row failed without a count",
     "aborted while waiting",
     "aborted while running, rows in flight",
     "aborted while preempted",
@@ -68,6 +70,9 @@ MUST_REACH = (
     "ended: aborted deadline",
     "ended: worker_fault",
     "ended: no_worker",
+    "ended: model_output_invalid",
+    "preempted: row_error",
+    "row failed alone",
     "id reused",
     "id reused while its old rows are in flight",
     "refused DUPLICATE_REQUEST_ID",
@@ -291,6 +296,7 @@ class Simulation:
             (3 * loss + 0.02, self._join),
             (loss, self._deliver_late),
             (0.01, self._deliver_wrong),
+            (0.02, self._poison),
             (operator, self._pause),
             (operator, self._reset),
             (0.05 if world.grammar_share else 0.0, self._compile_grammar),
@@ -485,6 +491,11 @@ class Simulation:
                 self.core.deliver_wrong(name, event, kind)
                 if self.random.random() < 0.3:
                     self.core.lose(name, num_executed=self.random.randint(0, 1))
+
+    def _poison(self) -> None:
+        client = self._client()
+        if client is not None and self.core.poison(client.event.request_id):
+            self._note(f"{client.event.request_id} computes what is not finite")
 
     def _pause(self) -> None:
         state = self.random.choice((PauseState.UNPAUSED, PauseState.UNPAUSED, *PauseState))

@@ -9,6 +9,8 @@ it runs. What is checked, and raised as `WorkerViolation`:
 - rule 5: a block that somebody new will write is overwritten when the step is *dispatched*, as a transfer would. Steps
   are executed as late as the caller likes, so whatever still reads the block then finds it spoilt;
 - rule 11: all rows write first, then every row finds its prefix in its table, complete, from position 0;
+- a row may be made to compute what is not finite (`poison`): every row that reads a slot of it then fails too, when it
+  samples, and spreads it to what it writes;
 - rows are reused only after the step that dropped them was acknowledged, blocks are written by one row at a time, row
   lengths stay within known tokens and within the table.
 """
@@ -79,6 +81,7 @@ class StepResult:
     step_seq: int
     sampled: list[int]
     counts: list[int] | None
+    failed_rows: tuple[int, ...] = ()
 
 
 class _Row:
@@ -114,6 +117,14 @@ class SimulatedWorker:
         self._waiting: deque[SchedulerOutput] = deque()
         self._last_step = self._last_fence = 0
         self.num_drafts_accepted = self.num_drafts_rejected = 0
+        # Slots whose contents are not finite, requests that are to write such next, and those that wrote such.
+        self.poisoned: set[int] = set()
+        self._to_poison: set[str] = set()
+        self.tainted_ids: set[str] = set()
+
+    def poison(self, request_id: str) -> None:
+        """The next row of this request computes what is not finite, without noticing before it samples."""
+        self._to_poison.add(request_id)
 
     @property
     def num_waiting(self) -> int:
@@ -169,6 +180,8 @@ class SimulatedWorker:
             raise WorkerViolation(f"block {block} of {self._num_blocks} is given out")
         start = block * self._block_size
         self._memory[start : start + self._block_size] = [_SPOILT] * self._block_size
+        if self.poisoned:
+            self.poisoned.difference_update(range(start, start + self._block_size))
 
     def _claim(self, block: int) -> None:
         if self._holders[block]:
@@ -221,15 +234,48 @@ class SimulatedWorker:
             drafts_at += k
         for row, n, drafts in work:
             self._write(row, n, drafts)
+        tainted = self._spread(work) if self.poisoned or self._to_poison else set()
         sampled: list[int] = []
         counts: list[int] = []
-        for row, n, drafts in work:
+        failed: list[int] = []
+        for number, (row, n, drafts) in zip(output.rows, work, strict=True):
             self._verify(row, row.num_computed + n - len(drafts))
             outputs = self._advance(row, n, drafts)
+            if outputs and row.request_id in tainted:
+                failed.append(number)
+                outputs = []
             sampled += outputs
             counts.append(len(outputs))
-        is_plain = output.num_drafts is None
-        return StepResult(output.epoch, output.step_seq, sampled, None if is_plain else counts)
+        is_plain = output.num_drafts is None and not failed
+        return StepResult(output.epoch, output.step_seq, sampled, None if is_plain else counts, tuple(failed))
+
+    def _spread(self, work: list[tuple[_Row, int, list[int]]]) -> set[str]:
+        """Which requests of this step compute what is not finite: those that are to, and those that read a slot of one;
+        also in the same step, since all rows write before any reads."""
+        slots = {row.request_id: self._slots(row, n) for row, n, _ in work}
+        for row, _, _ in work:
+            self.poisoned.difference_update(slots[row.request_id][row.num_computed :])
+        tainted: set[str] = set()
+        while True:
+            found = {
+                request_id
+                for request_id, read in slots.items()
+                if request_id in self._to_poison or not self.poisoned.isdisjoint(read)
+            } - tainted
+            if not found:
+                break
+            tainted |= found
+            for row, _, _ in work:
+                if row.request_id in found:
+                    self.poisoned.update(slots[row.request_id][row.num_computed :])
+        self._to_poison -= slots.keys()
+        self.tainted_ids |= tainted
+        return tainted
+
+    def _slots(self, row: _Row, n: int) -> list[int]:
+        """Slots of all positions below the end of this step's tokens."""
+        size = self._block_size
+        return [row.table[at // size] * size + at % size for at in range(row.num_computed + n)]
 
     @staticmethod
     def _guesses(row: _Row, drafts: list[int]) -> list[int]:

@@ -403,7 +403,9 @@ class WorkerSession:
         self.num_rows_held = result.num_rows_held
         actions: list[Action] = [Transmit()] if self._window.has_frame_to_send else []
         if acknowledged.core_seq is not None:
-            event = StepAcked(self.rank, self.epoch, acknowledged.core_seq, result.sampled, result.counts)
+            event = StepAcked(
+                self.rank, self.epoch, acknowledged.core_seq, result.sampled, result.counts, result.row_errors
+            )
             actions.append(Acked(event, acknowledged.rtt_s, result.staged_us * 1e-6, result.executed_us * 1e-6))
         return actions
 

@@ -12,6 +12,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
+# Tables are padded with this block, and nothing is ever written to it.
+NULL_BLOCK = 0
+
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
@@ -30,8 +33,7 @@ class KvShape:
 
 
 class PagedKv(Protocol):
-    """What everything but its backend may know of a pool. Block 0 is the null block: tables are padded with it, and
-    nothing is ever written there."""
+    """What everything but its backend may know of a pool. Block `NULL_BLOCK` stays zero."""
 
     @property
     def shape(self) -> KvShape: ...

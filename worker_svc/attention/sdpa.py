@@ -5,8 +5,9 @@ Two shapes of work, chosen per sequence:
 
 * short (decodes, decodes with drafts): sequences of equal query length and similar key length form a group. Their pages
   are gathered into a reused scratch, padded to the longest, and attended in one call. The query heads that share a KV
-  head are laid along the query axis, so K and V are never repeated. What a sequence's last block holds behind its last
-  key is another's, or stale: those slots are zeroed in the scratch, since a masked NaN would still spoil the product.
+  head are laid along the query axis, so K and V are never repeated. What a sequence's blocks hold behind its last key
+  belongs to an earlier request: those slots are zeroed in the scratch, because a masked NaN would still make the
+  product NaN.
 * long (prefill chunks): one call a sequence. Without earlier tokens it is plainly causal over the K and V just
   computed; with a prefix, pages are gathered and an explicit bottom-right mask is used, because torch's is_causal is
   top-left aligned.
@@ -22,7 +23,7 @@ import torch
 from torch.nn import functional as F
 
 from worker_svc.attention.base import AttentionSpec, Int64Array, RaggedBatch
-from worker_svc.attention.paged_kv import BlockMajorKv, KvShape, PagedKv
+from worker_svc.attention.paged_kv import NULL_BLOCK, BlockMajorKv, KvShape, PagedKv
 
 _Index = npt.NDArray[np.intp]
 
@@ -157,7 +158,10 @@ class SdpaAttention:
         num_blocks = -(-max_kv // block_size)
         tokens = (batch.query_start_loc[members][:, None] + np.arange(q_len, dtype=np.int32)).reshape(-1)
         contiguous = bool((np.diff(tokens) == 1).all())
-        table = self._to_device(batch.block_table[members, :num_blocks].astype(np.int64).reshape(-1))
+        blocks = batch.block_table[members, :num_blocks].astype(np.int64)
+        # A row may hold blocks behind the one its last key is in; what they hold is stale.
+        blocks[np.arange(num_blocks) >= -(-kv_len[:, None] // block_size)] = NULL_BLOCK
+        table = self._to_device(blocks.reshape(-1))
         mask = foreign = None
         if q_len > 1 or kv_len[-1] != max_kv:
             # Query i of a sequence sees its first kv_len - (q_len - 1 - i) keys, the same for every head of the group.
@@ -316,7 +320,7 @@ class SdpaAttention:
 
 def _behind_the_last_key(seq_lens: npt.NDArray[np.int32], num_slots: int, block_size: int) -> Int64Array:
     """Slots, flat over sequences of `num_slots` each, that lie behind the last key within the block that holds it.
-    Further blocks are the null block, which is never written."""
+    `_plan_group` replaces the blocks behind it by the null block, which is never written."""
     first = np.arange(len(seq_lens), dtype=np.int64) * num_slots + seq_lens
     counts = -seq_lens.astype(np.int64) % block_size
     ends = np.cumsum(counts)

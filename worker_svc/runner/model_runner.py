@@ -25,8 +25,8 @@ from worker_svc.models.registry import read_model_config
 from worker_svc.runner.base import DeviceFailed, Geometry, RunnerCapabilities, StepFailed
 from worker_svc.runner.input_batch import InputBatch
 from worker_svc.runner.inputs import StepInputs, accept_drafts, build_inputs
-from worker_svc.sampler import sample
-from worker_svc.step import Step, StepOutput
+from worker_svc.sampler import INVALID, sample
+from worker_svc.step import RowFailure, Step, StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -238,10 +238,11 @@ class ModelRunner:
         tokens = self._forward(inputs, kv, batch.block_size)
         if len(step.draft_token_ids) == 0:
             batch.num_computed[step.rows] += step.num_tokens
-            counts = None if bool(inputs.samples.all()) else inputs.samples.astype(np.int32)
             if len(inputs.sampling_rows):
-                self._last_tokens.index_copy_(0, self._put(inputs.sampling_rows), tokens)
-            return _Launched(None, tokens, counts, batch.num_rows_held)
+                # A row without a token is not fed to a later step that counts: its request ends. But it must not spoil
+                # the steps that are on their way.
+                self._last_tokens.index_copy_(0, self._put(inputs.sampling_rows), tokens.clamp_min(0))
+            return _Launched(None, tokens, inputs, batch.num_rows_held)
         return self._settle_drafts(batch, step, inputs, tokens.cpu().numpy())
 
     def _forward(self, inputs: StepInputs, kv: PagedKv, block_size: int) -> torch.Tensor:
@@ -264,15 +265,17 @@ class ModelRunner:
     ) -> _Launched:
         """How many drafts held decides where the row goes on, so this one step waits for its tokens."""
         counts, holds = accept_drafts(sampled, inputs.num_logits, inputs.draft_token_ids)
+        failed = _rows_with_invalid(sampled, holds, inputs.num_logits)
         batch.num_computed[step.rows] += step.num_tokens
         # Of n + 1 logits, `counts` tokens hold: n + 1 - counts drafts were computed in vain.
         batch.num_computed[inputs.sampling_rows] -= (inputs.num_logits - counts).astype(np.int32)
-        kept = sampled[holds]
-        last = kept[np.cumsum(counts) - 1]
-        self._last_tokens.index_copy_(0, self._put(inputs.sampling_rows), self._put(last))
+        last = sampled[holds][np.cumsum(counts) - 1]
+        self._last_tokens.index_copy_(0, self._put(inputs.sampling_rows), self._put(np.maximum(last, 0)))
+        holds &= ~np.repeat(failed, inputs.num_logits)
         per_row = np.zeros(len(step.rows), np.int32)
-        per_row[inputs.samples] = counts
-        return _Launched(StepOutput(kept.astype(np.int32), per_row, batch.num_rows_held))
+        per_row[inputs.samples] = np.where(failed, 0, counts)
+        errors = _row_errors(inputs.sampling_rows[failed])
+        return _Launched(StepOutput(sampled[holds].astype(np.int32), per_row, batch.num_rows_held, errors))
 
     def _put(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._model.device)
@@ -287,17 +290,17 @@ class ModelRunner:
 class _Launched:
     """A step whose tokens may still be on their way from the device."""
 
-    __slots__ = ("_counts", "_copied", "_num_rows_held", "_output", "_tokens")
+    __slots__ = ("_copied", "_inputs", "_num_rows_held", "_output", "_tokens")
 
     def __init__(
         self,
         output: StepOutput | None,
         tokens: torch.Tensor | None = None,
-        counts: npt.NDArray[np.int32] | None = None,
+        inputs: StepInputs | None = None,
         num_rows_held: int = 0,
     ) -> None:
         self._output = output
-        self._counts = counts
+        self._inputs = inputs
         self._num_rows_held = num_rows_held
         self._tokens = tokens
         self._copied: torch.cuda.Event | None = None
@@ -311,15 +314,41 @@ class _Launched:
     def collect(self) -> StepOutput:
         """The output, once the device has it."""
         if self._output is None:
-            assert self._tokens is not None
+            assert self._tokens is not None and self._inputs is not None
             if self._copied is not None:
                 try:
                     self._copied.synchronize()
                 except torch.AcceleratorError as error:
                     raise DeviceFailed(str(error)) from error
-            tokens = self._tokens.numpy().astype(np.int32)
-            self._output = StepOutput(tokens, self._counts, self._num_rows_held)
+            self._output = _one_token_each(self._tokens.numpy().astype(np.int32), self._inputs, self._num_rows_held)
+            self._inputs = None
         return self._output
+
+
+def _one_token_each(tokens: npt.NDArray[np.int32], inputs: StepInputs, num_rows_held: int) -> StepOutput:
+    """The output of a step without drafts."""
+    failed = tokens == INVALID
+    if not failed.any():
+        counts = None if bool(inputs.samples.all()) else inputs.samples.astype(np.int32)
+        return StepOutput(tokens, counts, num_rows_held)
+    per_row = inputs.samples.astype(np.int32)
+    per_row[np.flatnonzero(inputs.samples)[failed]] = 0
+    return StepOutput(tokens[~failed], per_row, num_rows_held, _row_errors(inputs.sampling_rows[failed]))
+
+
+def _rows_with_invalid(
+    sampled: npt.NDArray[np.int64], holds: npt.NDArray[np.bool_], num_logits: npt.NDArray[np.int64]
+) -> npt.NDArray[np.bool_]:
+    """Which sampling rows have an INVALID among the tokens that hold, [rows]. One behind a wrong draft does not count:
+    what it was computed from is not part of the text."""
+    row = np.repeat(np.arange(len(num_logits)), num_logits)
+    invalid = row[holds & (sampled == INVALID)]
+    failed: npt.NDArray[np.bool_] = np.bincount(invalid, minlength=len(num_logits)) > 0
+    return failed
+
+
+def _row_errors(rows: npt.NDArray[np.int64]) -> tuple[RowFailure, ...]:
+    return tuple(RowFailure(row, "the model gave logits that are not finite") for row in rows.tolist())
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -27,6 +27,8 @@ class FaultKind(Enum):
     EXIT = "exit"
     # The answer comes `seconds` late, or never; nothing else is executed meanwhile.
     STALL = "stall"
+    # The rows of the requests that `request_id` names fail alone.
+    INVALID_ROW = "invalid_row"
     # The last sampled id is left out.
     MISSING_ROW = "missing_row"
     # The first sampled id is the vocabulary's size.
@@ -72,6 +74,8 @@ class Fault(_Strict):
     def _has_a_condition(self) -> Fault:
         if self.at_step is None and self.request_id is None:
             raise ValueError("a fault needs at_step or request_id")
+        if self.request_id is None and self.kind is FaultKind.INVALID_ROW:
+            raise ValueError("invalid_row needs request_id")
         if self.request_id is not None and self.kind in _SPOKEN:
             raise ValueError(f"{self.kind.value} goes with at_step, not with request_id")
         return self

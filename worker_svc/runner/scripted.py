@@ -15,6 +15,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -25,7 +26,7 @@ from worker_svc.runner.base import DeviceFailed, Geometry, RunnerCapabilities, S
 from worker_svc.runner.script import Fault, FaultKind, FaultPlan, Script
 from worker_svc.runner.slot_memory import Fingerprints, SlotMemory, WriteBatch
 from worker_svc.sampling import Sampling
-from worker_svc.step import AddedRequest, Step, StepAnswer, StepOutput
+from worker_svc.step import AddedRequest, RowFailure, Step, StepAnswer, StepOutput
 
 VOCAB_SIZE: Final = 260
 BOS_TOKEN_ID: Final = 256
@@ -231,7 +232,8 @@ class ScriptedRunner:
             self._rows[row].table.append(block)
         for request in step.added:
             self._memory.share(self._split_table(request)[0])
-        output = self._execute(step)
+        invalid = [fault.request_id or "" for fault in faults if fault.kind is FaultKind.INVALID_ROW]
+        output = self._execute(step, invalid)
         for fault in faults:
             output = _falsify(output, fault.kind)
         return _Launched(output, self._script.delay_s(step.epoch, step.step_seq), self._stall_of(faults))
@@ -294,7 +296,8 @@ class ScriptedRunner:
     def _name(self, row: int) -> str:
         return f"row {row} ({self._rows[row].request_id})"
 
-    def _execute(self, step: Step) -> StepOutput:
+    def _execute(self, step: Step, invalid: Sequence[str]) -> StepOutput:
+        """invalid: rows of requests whose ids start like this fail alone."""
         numbers, num_tokens = step.rows.tolist(), step.num_tokens.tolist()
         drafts = _split(step)
         # All writes come before any reading (rule 11). Fingerprints of shared prefixes are made from the row's own
@@ -307,17 +310,22 @@ class ScriptedRunner:
         self._distrust(batch.store(self._memory, step.step_seq))
         sampled: list[int] = []
         counts: list[int] = []
+        errors: list[RowFailure] = []
         for number, count, draft, chain in zip(numbers, num_tokens, drafts, chains, strict=True):
             row = self._rows[number]
             if not row.is_verified or self._script.verify == "full":
                 self._verify(number, row)
             outputs = _advance(row, count, draft, chain)
+            if any(row.request_id.startswith(prefix) for prefix in invalid):
+                errors.append(RowFailure(number, "invalid as scripted"))
+                outputs = []
             sampled += outputs
             counts.append(len(outputs))
         return StepOutput(
             sampled_token_ids=np.array(sampled, np.int32),
-            sampled_counts=np.array(counts, np.int32) if max(counts, default=0) > 1 else None,
+            sampled_counts=np.array(counts, np.int32) if errors or max(counts, default=0) > 1 else None,
             num_rows_held=len(self._rows),
+            row_errors=tuple(errors),
         )
 
     def _write(self, batch: WriteBatch, row: _Row, count: int, drafts: list[int], step_seq: int) -> list[int]:
@@ -404,4 +412,4 @@ def _falsify(output: StepOutput, kind: FaultKind) -> StepOutput:
         ids = ids[:-1]
     elif kind is FaultKind.OUT_OF_RANGE and len(ids):
         ids = np.concatenate([np.array([VOCAB_SIZE], np.int32), ids[1:]])
-    return StepOutput(sampled_token_ids=ids, sampled_counts=counts, num_rows_held=output.num_rows_held)
+    return replace(output, sampled_token_ids=ids, sampled_counts=counts)

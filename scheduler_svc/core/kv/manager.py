@@ -91,6 +91,18 @@ class KvManager:
         run.num_cached = num_cached
         run.cache_at = (num_cached + 1) * self.block_size
 
+    def forget_blocks(self, run: Run) -> set[int]:
+        """Take out of the index whatever holds tokens of this run's request: the blocks of its table, and those found
+        by the hashes of its full blocks, since the table of a run that has ended is empty. Returns all of them."""
+        index, request = self.pool.index, run.request
+        blocks = set(run.blocks)
+        if self.caching:
+            for number in range(request.num_tokens // self.block_size):
+                blocks.update(index.find_all(request.chain.block_hash(number, request.tokens)))
+        for block in blocks:
+            index.remove(block)
+        return blocks
+
     # --- allocation -----------------------------------------------------------------------------------------------
 
     def blocks_short(self, run: Run, num_slots: int) -> int:

@@ -62,6 +62,11 @@ class PrefixIndex:
         found = self._blocks.get(block_hash)
         return found[0] if isinstance(found, list) else found
 
+    def find_all(self, block_hash: bytes) -> list[int]:
+        """Every block that holds it."""
+        found = self._blocks.get(block_hash)
+        return [] if found is None else list(found) if isinstance(found, list) else [found]
+
     def hash_of(self, block: int) -> bytes | None:
         return self._hash_of[block]
 

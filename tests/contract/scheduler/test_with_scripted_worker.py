@@ -115,6 +115,24 @@ async def test_a_poisonous_request_fails_and_its_neighbours_complete(caplog: pyt
     assert {line["request_id"] for line in ended} == {stream.request_id for stream in good}
 
 
+async def test_d51_a_row_that_fails_alone_ends_its_request_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    faulty = script({"kind": "invalid_row", "request_id": "invalid", "times": 0})
+    async with own_worker(faulty) as worker, running_scheduler(worker.target.address) as scheduler:
+        await scheduler.ready()
+        async with SessionClient(scheduler.address) as client:
+            good = [client.submit(prompt(index), 40) for index in range(6)]
+            await good[0].until(3)
+            bad = await client.submit(prompt(99), 40, request_id="invalid").over()
+            assert bad.failure is not None
+            assert (bad.failure.code, bad.failure.reason) == (13, "MODEL_OUTPUT_INVALID")
+            assert "as scripted" in bad.failure.message
+            await right(good)
+        assert (await scheduler.rank(worker.target.address)).epoch == 1
+        await scheduler.all_free()
+    (told,) = [vars(record) for record in caplog.records if record.message == "request failed"]
+    assert (told["request_id"], told["reason"]) == ("invalid", "model_output_invalid")
+
+
 async def test_a_draining_worker_hands_its_requests_over() -> None:
     async with (
         own_worker() as leaves,

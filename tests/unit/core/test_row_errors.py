@@ -1,0 +1,155 @@
+"""D51: one row fails, its request ends, the epoch goes on, and nothing that the row wrote is used again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.events import EndReason, RequestPreempted, RowFailed, StepAcked, WorkerProtocolError
+from tests.support.core_harness import World
+
+CONFIG = SchedulerConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64, max_inflight_steps=2)
+PROMPT = list(range(20, 44))
+
+
+def fail(world: World, request_id: str, rank: str = "r0") -> list[object]:
+    """Deliver the oldest answer with the row of this request failed."""
+    answer = world.answers[rank].popleft()
+    record = world.rank(rank).window.oldest
+    assert record is not None
+    counts, sampled, failed = [], list(answer.sampled), []
+    kept: list[int] = []
+    given = answer.counts or [min(expected, 1) for expected in record.expected]
+    for run, count in zip(record.runs, given, strict=True):
+        row, sampled = sampled[:count], sampled[count:]
+        if run.request.request_id == request_id:
+            failed.append(RowFailed(run.row, "not finite"))
+            row = []
+        kept += row
+        counts.append(len(row))
+    effects = world.handle(StepAcked(rank, world.epochs[rank], answer.step_seq, kept, counts, tuple(failed)))
+    world.workers[rank].acknowledged(answer.step_seq)
+    return list(effects)
+
+
+def test_d51_the_request_ends_and_its_neighbours_go_on() -> None:
+    world = World(CONFIG)
+    bad = world.submit("bad", 3, 9)
+    good = world.submit("good", 4, 9)
+    world.step()
+    world.schedule()
+    fail(world, "bad")
+    assert bad.ended is not None and bad.reason is EndReason.MODEL_OUTPUT_INVALID
+    assert "not finite" in bad.ended.message
+    assert world.scheduler.totals.num_row_errors == 1 and world.scheduler.totals.num_failed == 1
+    world.run()
+    assert good.reason is EndReason.LENGTH and world.epochs["r0"] == 1
+    world.check_texts()
+    world.check_idle()
+
+
+def test_d51_a_request_that_has_hit_the_poisoned_first_block_is_computed_again_without_it() -> None:
+    """What is not finite arises in chunk 1 of 3 and is noticed at the first token; meanwhile a second request has found
+    the first blocks."""
+    world = World(CONFIG)
+    bad = world.submit("bad", PROMPT, 5)
+    world.schedule()
+    world.schedule()
+    second = world.submit("second", PROMPT[:16] + [7, 8, 9], 5)
+    while world.rank().window.oldest is not None and "second" not in world.running():
+        world.ack()
+        world.schedule()
+    assert world.request("second").account.num_cached_tokens
+    while (step := world.rank().window.oldest) is None or not any(step.expected):
+        world.ack()
+        world.schedule()
+    index = world.rank().kv.pool.index
+    shared = set(world.run_of("second").blocks) & set(world.run_of("bad").blocks)
+    assert shared and all(index.hash_of(block) for block in shared)
+    effects = fail(world, "bad")
+    assert bad.reason is EndReason.MODEL_OUTPUT_INVALID
+    (preempted,) = [effect for effect in effects if isinstance(effect, RequestPreempted)]
+    assert (preempted.victim, preempted.cause) == ("second", "row_error")
+    assert len(index) == 0, "all that either of them has written"
+    while world.request("second").run is None or world.request("second").run.ended:  # type: ignore[union-attr]
+        assert world.turn()
+    assert world.scheduler.totals.recomputed_by_cause.get("row_error") is not None
+    world.run()
+    assert second.reason is EndReason.LENGTH
+    world.check_texts()
+    world.check_idle()
+
+
+def test_d51_what_was_computed_on_top_of_shared_blocks_is_not_trusted_either() -> None:
+    """a shares with b, and b with c, but a not with c."""
+    world = World(replace(CONFIG, max_num_batched_tokens=64))
+    world.submit("a", PROMPT[:9], 20)
+    world.step()
+    world.submit("b", PROMPT[:17], 20)
+    world.step()
+    world.submit("c", PROMPT[:21], 20)
+    world.step()
+    bystander = world.submit("d", 11, 20)
+    world.step()
+    world.schedule()
+    effects = fail(world, "a")
+    victims = {effect.victim for effect in effects if isinstance(effect, RequestPreempted)}
+    assert victims == {"b", "c"}
+    assert world.running() == ["d"]
+    world.run()
+    assert bystander.ended is not None and bystander.ended.usage.num_preemptions == 0
+    world.check_texts()
+
+
+def test_d51_blocks_of_a_run_that_has_ended_meanwhile_leave_the_index_too() -> None:
+    world = World(replace(CONFIG, max_num_batched_tokens=64))
+    bad = world.submit("bad", PROMPT[:9], 9)
+    world.schedule()
+    index = world.rank().kv.pool.index
+    assert len(index) == 2
+    world.abort("bad")
+    assert len(index) == 2, "its blocks may be found by others"
+    fail(world, "bad")
+    assert len(index) == 0
+    assert bad.reason is EndReason.ABORTED
+    world.run()
+    world.check_idle()
+
+
+def test_d51_a_row_of_a_partial_prefill_may_fail() -> None:
+    world = World(CONFIG)
+    bad = world.submit("bad", PROMPT, 5)
+    world.schedule()
+    fail(world, "bad")
+    assert bad.reason is EndReason.MODEL_OUTPUT_INVALID
+    assert len(world.rank().kv.pool.index) == 0
+    world.run()
+    world.check_idle()
+
+
+@pytest.mark.parametrize(
+    "counts, errors",
+    [
+        (None, (0,)),
+        ([1, 0], (5,)),
+        ([0, 1], (0, 0)),
+        ([1, 1], (0,)),
+        ([0, 0], (0,)),
+    ],
+    ids=["no counts", "unknown row", "twice", "yields all the same", "another one yields nothing"],
+)
+def test_d51_row_errors_that_do_not_fit_are_a_wrong_answer(counts: list[int] | None, errors: tuple[int, ...]) -> None:
+    world = World(CONFIG)
+    world.submit("a", 3, 9)
+    world.submit("b", 3, 9)
+    world.schedule()
+    record = world.rank().window.oldest
+    assert record is not None
+    rows = [run.row for run in record.runs] + [0, 0, 0, 99]
+    sampled = [7] * (2 if counts is None else sum(counts))
+    failed = tuple(RowFailed(rows[index], "") for index in errors)
+    with pytest.raises(WorkerProtocolError):
+        world.scheduler.handle(StepAcked("r0", 1, record.step_seq, sampled, counts, failed))
+    assert world.rank().window.oldest is record
