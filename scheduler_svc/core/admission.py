@@ -6,7 +6,7 @@ from scheduler_svc.core import reasons, rows
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.reasons import SkipReason
-from scheduler_svc.core.request import Request, Status, transition
+from scheduler_svc.core.request import QUEUED, Request, Status, transition
 from scheduler_svc.core.state import CoreState
 
 # Steps of one rank that may leave a request to another rank with a longer cached prefix (D15).
@@ -46,11 +46,11 @@ def run(state: CoreState, rank: RankState, plan: StepPlan, *, defer_prefills: bo
 def _candidate(state: CoreState, rank: RankState) -> Request | None:
     """Whom to try next: the request for which the rank is reserved; the head of the queue; on a rank that drains, the
     first of those that it has begun and only it can finish."""
-    if rank.reserved_for is not None:
-        return rank.reserved_for
+    if rank.reservation is not None and rank.reservation.request.status in QUEUED:
+        return rank.reservation.request
     if not rank.is_draining:
         return state.queue.head()
-    return next((request for request in state.queue if state.is_taken_back(rank, request)), None)
+    return state.draining.candidate(rank, state.queue, state.can_stay)
 
 
 def _step_is_full(state: CoreState, rank: RankState, plan: StepPlan) -> SkipReason | None:
@@ -59,42 +59,25 @@ def _step_is_full(state: CoreState, rank: RankState, plan: StepPlan) -> SkipReas
         return reasons.NO_BUDGET
     if len(rank.running) >= state.config.max_num_seqs:
         return reasons.SEQUENCE_LIMIT
-    if rank.running and (rank.reserved_for is not None or next(iter(rank.running)).request.is_suspect):
+    if rank.running and rank.reservation is not None:
         return reasons.RANK_QUARANTINED
     return None
 
 
 def _refusal_here(state: CoreState, rank: RankState, plan: StepPlan, request: Request) -> SkipReason | None:
     """Why this rank puts the request aside, which has nothing to do with how much room there is."""
-    for gate in state.resources.gates:
-        if (reason := gate(plan, request)) is not None:
-            return reason
     if state.config.rules.resume_settled and request.account.num_preemptions and request.has_rows_in_flight:
         return reasons.RESULT_IN_FLIGHT
     # The reference lets a request run that its only rank can never hold.
     must_fit = state.config.rules.refuse_infeasible or len(state.ranks) > 1
     if must_fit and state.blocks_needed(request) > rank.kv.num_usable:
         return reasons.NEVER_FITS_HERE
-    if rank.reserved_for is request:
-        return None
-    if request.is_suspect and _waits_to_run_alone(state, rank, request):
-        return reasons.QUARANTINED
-    if _better_elsewhere(state, rank, request):
+    for gate in state.resources.gates:
+        if (reason := gate(plan, request)) is not None:
+            return reason
+    if rank.reservation is None and _better_elsewhere(state, rank, request):
         return reasons.PASSED_OVER
     return state.policy.gate(plan, request)
-
-
-def _waits_to_run_alone(state: CoreState, rank: RankState, suspect: Request) -> bool:
-    """Whether the suspect's turn is yet to come: the first rank that looks keeps itself free for it, and the first that
-    is empty takes it."""
-    keeper = next((other for other in state.ranks.values() if other.reserved_for is suspect), None)
-    if not rank.running:
-        if keeper is not None:
-            keeper.reserved_for = None
-        return False
-    if keeper is None:
-        rank.reserved_for = suspect
-    return True
 
 
 def _better_elsewhere(state: CoreState, rank: RankState, request: Request) -> bool:
@@ -107,7 +90,7 @@ def _better_elsewhere(state: CoreState, rank: RankState, request: Request) -> bo
         if other is not rank
         and not other.window.is_full
         and not other.is_draining
-        and other.reserved_for is None
+        and other.reservation is None
         and len(other.running) < state.config.max_num_seqs
         and state.blocks_needed(request) <= other.kv.num_usable
     ]
@@ -145,9 +128,6 @@ def _admit(
 ) -> None:
     state.queue.remove(request)
     state.unholdable_since.pop(request.request_id, None)
-    if rank.reserved_for is request:
-        rank.reserved_for = None
-    rank.returning.discard(request.sequence)
     transition(request, Status.RUNNING)
     run = rank.admit(request, state.now)
     rank.kv.admit(run, hits, slots)

@@ -100,8 +100,8 @@ class RankJoined:
 @dataclass(frozen=True, slots=True)
 class RankLost:
     """The rank's epoch is over: worker gone, step failed, watchdog, wrong answer. All that ran there is preempted, its
-    fences and its prefix index are dropped. `graceful` epochs (drain, orderly leave) do not make requests suspects
-    (D31)."""
+    fences and its prefix index are dropped. `graceful` epochs (drain, orderly leave) are not counted against
+    requests (D31)."""
 
     rank: str
     reason: str

@@ -38,8 +38,6 @@ def preempt(state: CoreState, rank: RankState, run: Run, *, beneficiary: str, ca
     account.preemption_cause = cause
     account.skip_reason, account.skipped_in_pass = reasons.PREEMPTED, state.num_passes
     rank.preempted_ids.append(victim.request_id)
-    if rank.is_draining:
-        rank.returning.add(victim.sequence)
     if cause in ("rank_lost", "rank_draining"):
         state.totals.num_requeued_after_worker_loss += 1
     else:
@@ -91,10 +89,6 @@ def finish(
     else:
         state.queue.remove(request)
         state.unholdable_since.pop(request.request_id, None)
-    if request.is_suspect:
-        for other in state.ranks.values():
-            if other.reserved_for is request:
-                other.reserved_for = None
     transition(request, status)
     del state.requests[request.request_id]
     state.resources.on_finish(request)

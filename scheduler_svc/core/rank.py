@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.inflight import InflightWindow
 from scheduler_svc.core.kv.manager import KvManager
 from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.request import CHUNK, Request, Run
 from scheduler_svc.core.throttle import Throttle
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """The rank is kept for `request`, which runs there alone: no other one is admitted while anything runs."""
+
+    request: Request
 
 
 class RankState:
@@ -27,8 +36,7 @@ class RankState:
         "prefills",
         "quiet_since",
         "released_rows",
-        "reserved_for",
-        "returning",
+        "reservation",
         "running",
         "stopped",
         "throttle",
@@ -71,13 +79,10 @@ class RankState:
         self.finished_ids: list[str] = []
         self.throttle = Throttle(config.prefill_schedule_interval)
         self.is_draining = False
-        # Sequence numbers of requests that were preempted here while it drains.
-        self.returning: set[int] = set()
         # When its newest result came, or a step went out while none was in flight: should the rank be lost, what ran
         # there has stood still since then.
         self.quiet_since = 0.0
-        # A suspect that waits for this rank to become empty (D31).
-        self.reserved_for: Request | None = None
+        self.reservation: Reservation | None = None
         # Number of the pass that planned its last step, and the fence of that step, 0 if it has no rows.
         self.last_pass = 0
         self.last_pass_fence = 0

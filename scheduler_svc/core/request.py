@@ -154,7 +154,6 @@ class Request:
         "awaited_optional",
         "chain",
         "deadline",
-        "fruitless_epochs",
         "handle",
         "limit",
         "min_length",
@@ -172,7 +171,6 @@ class Request:
         "stops",
         "ticket",
         "tokens",
-        "tokens_at_loss",
     )
 
     def __init__(
@@ -213,9 +211,6 @@ class Request:
         self.awaited_optional = 0
         # The latest run, kept when it has ended; None before the first one and after the end of the request.
         self.run: Run | None = None
-        # Epochs in a row that ended under its rows without a new token, and its length when the last one did.
-        self.fruitless_epochs = 0
-        self.tokens_at_loss = -1
 
     @property
     def computed(self) -> int:
@@ -225,11 +220,6 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
-
-    @property
-    def is_suspect(self) -> bool:
-        """Two epochs in a row ended under it without a token: it runs alone until it has one (D31)."""
-        return self.fruitless_epochs >= 2 and self.num_tokens == self.tokens_at_loss
 
     @property
     def has_rows_in_flight(self) -> bool:

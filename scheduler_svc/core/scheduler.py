@@ -174,7 +174,7 @@ class Scheduler:
                 if all(run.request is not head for run in plan.preempted):
                     self.state.skip(head, reason)
             return False
-        return self.state.pause is PauseState.UNPAUSED and (not rank.is_draining or bool(rank.returning))
+        return self.state.pause is PauseState.UNPAUSED and (not rank.is_draining or self.state.draining.has_begun(rank))
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -281,11 +281,10 @@ class Scheduler:
         rank = state.ranks.get(event.rank)
         if rank is None or rank.is_draining:
             return
-        rank.is_draining = True
-        rank.reserved_for = None
-        pools = [other.kv.num_usable for other in state.ranks.values() if not other.is_draining]
+        state.draining.start(rank)
+        state.quarantine.release(rank)
         for run in reversed(list(rank.running)):
-            if state.blocks_needed(run.request) <= max(pools, default=0):
+            if state.can_stay(run.request):
                 lifecycle.preempt(state, rank, run, beneficiary="", cause="rank_draining")
                 state.queue.prepend(run.request)
 

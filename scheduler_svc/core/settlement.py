@@ -8,6 +8,7 @@ from scheduler_svc.core.events import EndReason, StepAcked, TokensProduced, Work
 from scheduler_svc.core.inflight import StepRecord
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.request import FINISHED, Request, Run, Status
+from scheduler_svc.core.resources.base import Failure
 from scheduler_svc.core.state import CoreState
 
 # A request that has its last token: why, and the id that stopped it.
@@ -42,7 +43,7 @@ def acknowledge(state: CoreState, event: StepAcked) -> None:
     for run, message in failed.items():
         state.totals.num_row_errors += 1
         untrusted.fail_row(state, rank, run, message)
-    state.resources.on_settled(rank, record, event)
+    _fail(state, state.resources.on_settled(rank, record, event))
 
 
 def _checked(rank: RankState, event: StepAcked, *, least: int) -> StepRecord:
@@ -214,15 +215,17 @@ def end_epoch(state: CoreState, rank: RankState, *, graceful: bool) -> None:
     """The rank is gone with all it held: whatever ran there is preempted and goes to the head of the queue in running
     order, nothing of it is awaited any more, its fences and its prefix index vanish with the rank's state."""
     del state.ranks[rank.name]
-    touched = _forget_awaited(rank)
-    if not graceful:
-        for request in touched:
-            _count_fruitless_epoch(request)
+    in_flight = _forget_awaited(rank)
     orphans = list(rank.running)
     for run in reversed(orphans):
         lifecycle.preempt(state, rank, run, beneficiary="", cause="rank_lost")
         state.queue.prepend(run.request)
-    _fail_poison(state, touched)
+    _fail(state, state.resources.on_rank_lost(rank, in_flight, graceful=graceful))
+
+
+def _fail(state: CoreState, failures: list[Failure]) -> None:
+    for failure in failures:
+        lifecycle.finish(state, failure.request, Status.FINISHED_ERROR, failure.reason, message=failure.message)
 
 
 def _forget_awaited(rank: RankState) -> list[Request]:
@@ -235,21 +238,3 @@ def _forget_awaited(rank: RankState) -> list[Request]:
     for request in touched:
         request.awaited = request.awaited_optional = 0
     return list(touched)
-
-
-def _count_fruitless_epoch(request: Request) -> None:
-    request.fruitless_epochs = request.fruitless_epochs + 1 if request.num_tokens == request.tokens_at_loss else 1
-    request.tokens_at_loss = request.num_tokens
-
-
-def _fail_poison(state: CoreState, touched: list[Request]) -> None:
-    limit = state.config.max_fruitless_epochs
-    for request in touched:
-        if limit and request.fruitless_epochs >= limit:
-            lifecycle.finish(
-                state,
-                request,
-                Status.FINISHED_ERROR,
-                EndReason.WORKER_FAULT,
-                message=f"{request.fruitless_epochs} workers in a row failed while computing this request.",
-            )

@@ -12,6 +12,8 @@ from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.resources import make_resources
+from scheduler_svc.core.resources.draining import Draining
+from scheduler_svc.core.resources.quarantine import Quarantine
 from scheduler_svc.core.rules import Fence
 from scheduler_svc.core.stats import Totals
 
@@ -37,6 +39,8 @@ class CoreState:
         self.next_sequence = 0
         self.deferring_frees = config.rules.fence is Fence.ALWAYS
         self.resources = make_resources(config)
+        self.quarantine = self.resources.get(Quarantine)
+        self.draining = self.resources.get(Draining)
         # When the last rank was lost; None while one lives, or before any ever joined.
         self.no_rank_since: float | None = None
         # Usable blocks of the largest living rank, or of the last one that lived.
@@ -82,12 +86,10 @@ class CoreState:
         request = self.requests.get(entry[2])
         return request is not None and request.sequence == entry[1]
 
-    def is_taken_back(self, rank: RankState, request: Request) -> bool:
-        """Whether a rank that drains may admit it: begun there, and beyond what any rank can hold that stays."""
-        if request.sequence not in rank.returning:
-            return False
-        staying = (other.kv.num_usable for other in self.ranks.values() if not other.is_draining)
-        return self.blocks_needed(request) > max(staying, default=0)
+    def can_stay(self, request: Request) -> bool:
+        """Whether some rank that does not drain can ever hold the request."""
+        staying = (rank.kv.num_usable for rank in self.ranks.values() if not rank.is_draining)
+        return self.blocks_needed(request) <= max(staying, default=0)
 
     def blocks_needed(self, request: Request) -> int:
         """Blocks that hold it at its greatest length; the last token of all needs no slot."""

@@ -100,7 +100,11 @@ def _why_not_admitted(state: CoreState, request: Request) -> tuple[SkipReason, s
         return reasons.NO_RANK, reasons.NO_RANK.text
     if state.pause is not PauseState.UNPAUSED:
         return reasons.PAUSED, reasons.PAUSED.text
-    admitting = [rank for rank in state.ranks.values() if not rank.is_draining or state.is_taken_back(rank, request)]
+    admitting = [
+        rank
+        for rank in state.ranks.values()
+        if not rank.is_draining or state.draining.takes_back(rank, request, state.can_stay)
+    ]
     if not admitting:
         return reasons.RANK_DRAINING, reasons.RANK_DRAINING.text
     if request.account.skip_reason is not None and request.account.skipped_in_pass >= state.last_admission_pass:

@@ -220,7 +220,7 @@ class CheckedCore:
         if self.config.policy.value == "fcfs":
             head = [r.request_id for r in state.queue.waiting][: len(queued)]
             _demand(head == [i for i in running if i in self.clients], f"{running} are not at the head: {head}")
-        self.reached["request failed as poison"] += len(before - set(self.clients))
+        self.reached["request failed in quarantine"] += len(before - set(self.clients))
 
     def drain_rank(self, name: str) -> None:
         self.reached["rank draining"] += 1
@@ -459,7 +459,9 @@ class CheckedCore:
         state = self.scheduler.state
         able = [rank for rank in state.ranks.values() if state.blocks_needed(request) <= rank.kv.num_usable]
         # A rank that drains finishes what it has begun and nobody else can hold.
-        return any(not rank.is_draining for rank in able) or any(request.sequence in rank.returning for rank in able)
+        return any(not rank.is_draining for rank in able) or any(
+            state.draining.takes_back(rank, request, lambda _: False) for rank in able
+        )
 
     def check_idle(self) -> None:
         """With no live request and all steps acknowledged: nothing is left of anybody (I10)."""
@@ -471,7 +473,7 @@ class CheckedCore:
             _demand(len(rank.window) == 0 and not rank.running, f"{name} still runs")
             _demand(rank.kv.pool.num_free == rank.kv.num_usable and not rank.kv.parked, f"{name} lost blocks")
             _demand(len(rank.free_rows) == self.config.num_rows and not rank.released_rows, f"{name} lost rows")
-            _demand(not rank.has_news and rank.reserved_for is None and rank.num_decodes == 0, f"{name} is not idle")
+            _demand(not rank.has_news and rank.reservation is None and rank.num_decodes == 0, f"{name} is not idle")
             held = self.links[name].worker.held_ids
             _demand(not held, f"the worker of {name} holds {held}")
         totals = state.totals
@@ -488,7 +490,7 @@ class CheckedCore:
             lines.append(
                 f"{rank.name}: running {rank.running}, {rank.kv.pool.num_free} free + {rank.kv.pool.num_parked} "
                 f"parked of {rank.kv.num_usable}, {len(rank.window)} in flight, draining {rank.is_draining}, "
-                f"reserved for {rank.reserved_for}"
+                f"reserved for {rank.reservation}"
             )
         return "; ".join(lines)
 

@@ -55,8 +55,7 @@ def _request(state: CoreState, r: Request, places: dict[int, int], cap: int | No
         r.awaited,
         r.awaited_optional,
         0 if cap is None else min(r.account.num_shortage_preemptions, cap),
-        r.fruitless_epochs,
-        r.fruitless_epochs > 0 and r.num_tokens == r.tokens_at_loss,
+        *state.quarantine.history(r),
         r.ticket.num_passes,
         r.ticket.blocked_by,
         None if rank is None or run is None else (places[id(rank)], max(run.last_fence - rank.window.acked_fence, 0)),
@@ -93,8 +92,8 @@ def _rank(
         # Compared by identity: a search that forgets names runs without resources that have a state.
         tuple(resource.snapshot(rank) for resource in state.resources),
         rank.is_draining,
-        tuple(order[r] for r in order if r.sequence in rank.returning),
-        None if rank.reserved_for is None else order.get(rank.reserved_for),
+        tuple(order[r] for r in order if state.draining.takes_back(rank, r, lambda _: False)),
+        None if rank.reservation is None else order.get(rank.reservation.request),
     )
 
 

@@ -39,8 +39,11 @@ from scheduler_svc.core.kv.deferred import ParkedFrees
 from scheduler_svc.core.kv.manager import KvManager
 from scheduler_svc.core.kv.prefix_index import HashChain, PrefixIndex
 from scheduler_svc.core.policies import make_policy
-from scheduler_svc.core.rank import RankState
+from scheduler_svc.core.rank import RankState, Reservation
 from scheduler_svc.core.request import FINISHED, Account, Request, Run, RunsOn, Ticket
+from scheduler_svc.core.resources import make_resources
+from scheduler_svc.core.resources.draining import Draining
+from scheduler_svc.core.resources.quarantine import Quarantine
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.state import CoreState
 from scheduler_svc.core.throttle import Throttle
@@ -334,6 +337,12 @@ def clone(old: CoreState) -> CoreState:
     copies.ranks = {rank: RankState.__new__(RankState) for rank in old.ranks.values()}
     new.requests = {request_id: copies.request(request) for request_id, request in old.requests.items()}
     new.ranks = {name: _clone_rank(rank, copies) for name, rank in old.ranks.items()}
+    new.resources = make_resources(old.config)
+    new.quarantine, new.draining = new.resources.get(Quarantine), new.resources.get(Draining)
+    new.quarantine._losses = {copies.request(request): loss for request, loss in old.quarantine._losses.items()}
+    new.quarantine._reserved = {
+        copies.request(request): copies.ranks[rank] for request, rank in old.quarantine._reserved.items()
+    }
     new.policy = make_policy(old.config)
     queue = new.queue = new.policy.queue
     for old_lane, new_lane in ((old.queue.waiting, queue.waiting), (old.queue.skipped, queue.skipped)):
@@ -388,7 +397,7 @@ def _clone_rank(old: RankState, copies: _Copies) -> RankState:
     new.prefills = {copies.run(run): None for run in old.prefills}
     new.throttle = Throttle.__new__(Throttle)
     _copy_throttle(old.throttle, new.throttle)
-    new.reserved_for = None if old.reserved_for is None else copies.request(old.reserved_for)
+    new.reservation = None if old.reservation is None else Reservation(copies.request(old.reservation.request))
     window = new.window = InflightWindow(old.window.depth)
     _copy_window(old.window, window)
     for r in old.window.records:

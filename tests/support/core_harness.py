@@ -45,6 +45,7 @@ from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.request import Request, Run
 from scheduler_svc.core.resources.base import Resource
 from scheduler_svc.core.resources.container import Resources
+from scheduler_svc.core.resources.quarantine import Quarantine
 from scheduler_svc.core.rules import Fence
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.simulation.emulation import ScriptedThrottle
@@ -413,6 +414,15 @@ class World:
 
     def request(self, request_id: str) -> Request:
         return self.scheduler.state.requests[request_id]
+
+    @property
+    def quarantine(self) -> Quarantine:
+        return self.scheduler.state.quarantine
+
+    def reserved_for(self, rank: str = "r0") -> str | None:
+        """The id of the request for which the rank is reserved."""
+        reservation = self.rank(rank).reservation
+        return None if reservation is None else reservation.request.request_id
 
     def run_of(self, request_id: str) -> Run:
         """The latest run of a live request."""

@@ -9,12 +9,14 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.resources.base import Resource
 from scheduler_svc.core.resources.container import Resources
+from scheduler_svc.core.resources.draining import Draining
 from scheduler_svc.core.resources.grammar import Grammar
+from scheduler_svc.core.resources.quarantine import Quarantine
 from scheduler_svc.core.resources.speculation import Speculation
 
 __all__ = ["ALL_REASONS", "KINDS", "Resources", "make_resources"]
 
-KINDS: tuple[type[Resource], ...] = (Grammar, Speculation)
+KINDS: tuple[type[Resource], ...] = (Grammar, Speculation, Quarantine, Draining)
 
 # Of the core and of every resource, on or off.
 ALL_REASONS: tuple[SkipReason, ...] = reasons.ALL + tuple(reason for kind in KINDS for reason in kind.reasons)
@@ -29,3 +31,5 @@ def _switched_on(config: SchedulerConfig) -> Iterator[Resource]:
     yield Grammar()
     if Speculation.is_on(config):
         yield Speculation(config)
+    yield Quarantine(config.max_fruitless_epochs)
+    yield Draining()

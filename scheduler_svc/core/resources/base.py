@@ -5,15 +5,25 @@ that it does not override are not asked. The order of resources is that of the r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from scheduler_svc.core.events import RequestArrived, ResourceEvent, StepAcked
+from scheduler_svc.core.events import EndReason, RequestArrived, ResourceEvent, StepAcked
 from scheduler_svc.core.inflight import StepRecord
 from scheduler_svc.core.output import StepColumns
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.request import Request, Run, RunEnd
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A request that ends in error for what a resource has learnt. message: for its client."""
+
+    request: Request
+    reason: EndReason
+    message: str
 
 
 class Resource:
@@ -73,8 +83,16 @@ class Resource:
     def on_finish(self, request: Request) -> None:
         """A request has ended, whether or not it ever ran."""
 
-    def on_settled(self, rank: RankState, record: StepRecord, event: StepAcked) -> None:
+    # --- what workers say -----------------------------------------------------------------------------------------
+
+    def on_settled(self, rank: RankState, record: StepRecord, event: StepAcked) -> Iterable[Failure]:
         """All rows of a result are settled, and requests that it ends have ended."""
+        return ()
+
+    def on_rank_lost(self, rank: RankState, in_flight: Sequence[Request], *, graceful: bool) -> Iterable[Failure]:
+        """The rank's epoch is over and its runs have ended. in_flight: requests whose rows were in flight, in the order
+        of the rows; graceful: the worker left in an orderly way."""
+        return ()
 
     # --- accounts -------------------------------------------------------------------------------------------------
 

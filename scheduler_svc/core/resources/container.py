@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from scheduler_svc.core.events import RequestArrived, ResourceEvent, StepAcked
@@ -11,9 +11,10 @@ from scheduler_svc.core.plan import Claims, StepPlan
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.request import FIRST_RESOURCE_BIT, Request, Run, RunEnd
-from scheduler_svc.core.resources.base import Resource
+from scheduler_svc.core.resources.base import Failure, Resource
 
 _R = TypeVar("_R", bound=Resource)
+_OnSettled = Callable[[RankState, StepRecord, StepAcked], Iterable[Failure]]
 
 
 class Resources:
@@ -37,7 +38,9 @@ class Resources:
         self._events: tuple[Callable[[ResourceEvent, Mapping[str, Request]], None], ...] = self._answers("on_event")
         self._run_ends: tuple[Callable[[Run, RunEnd], None], ...] = self._answers("on_run_end")
         self._finishes: tuple[Callable[[Request], None], ...] = self._answers("on_finish")
-        self._settlements: tuple[Callable[[RankState, StepRecord, StepAcked], None], ...] = self._answers("on_settled")
+        self._settlements: tuple[Callable[[RankState, StepRecord, StepAcked], Iterable[Failure]], ...] = self._answers(
+            "on_settled"
+        )
 
     def __iter__(self) -> Iterator[Resource]:
         return iter(self._all)
@@ -45,6 +48,12 @@ class Resources:
     def find(self, kind: type[_R]) -> _R | None:
         """The resource of this class, if it is on."""
         return next((resource for resource in self._all if isinstance(resource, kind)), None)
+
+    def get(self, kind: type[_R]) -> _R:
+        """The resource of this class, which must be on."""
+        found = self.find(kind)
+        assert found is not None, f"{kind.__name__} is off"
+        return found
 
     def on_arrive(self, request: Request, event: RequestArrived) -> None:
         """See Resource."""
@@ -66,10 +75,15 @@ class Resources:
         for answer in self._finishes:
             answer(request)
 
-    def on_settled(self, rank: RankState, record: StepRecord, event: StepAcked) -> None:
+    def on_settled(self, rank: RankState, record: StepRecord, event: StepAcked) -> list[Failure]:
         """See Resource."""
-        for answer in self._settlements:
-            answer(rank, record, event)
+        return [failure for answer in self._settlements for failure in answer(rank, record, event)]
+
+    def on_rank_lost(self, rank: RankState, in_flight: Sequence[Request], *, graceful: bool) -> list[Failure]:
+        """See Resource."""
+        return [
+            failure for resource in self._all for failure in resource.on_rank_lost(rank, in_flight, graceful=graceful)
+        ]
 
     def _answers(self, question: str) -> tuple[Any, ...]:
         """The bound methods of the resources that override this question, in their order."""

@@ -7,7 +7,7 @@ settlement counts only what was accepted."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.events import DraftsProposed, RequestArrived, ResourceEvent, StepAcked
@@ -17,7 +17,7 @@ from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.request import FINISHED, Request, Run, RunEnd
-from scheduler_svc.core.resources.base import Resource
+from scheduler_svc.core.resources.base import Failure, Resource
 from scheduler_svc.core.resources.ngram import NgramProposer
 
 DRAFTS_EXCEED_STEP = SkipReason("DRAFTS_EXCEED_STEP", "its padded drafts do not fit in the step")
@@ -114,14 +114,15 @@ class Speculation(Resource):
         """See Resource."""
         self.drafts.pop(request, None)
 
-    def on_settled(self, rank: RankState, record: StepRecord, event: StepAcked) -> None:
+    def on_settled(self, rank: RankState, record: StepRecord, event: StepAcked) -> Iterable[Failure]:
         """See Resource. The proposer continues every run that yielded tokens and goes on."""
         if self._proposer is None:
-            return
+            return ()
         counts = record.expected if event.counts is None else event.counts
         for run, count in zip(record.runs, counts, strict=True):
             if count and not run.ended:
                 self._give(run.request, self._proposer.propose(run.request.tokens))
+        return ()
 
     def claims(self, run: Run) -> bool:
         """See Resource."""

@@ -16,7 +16,9 @@ from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.request import FIRST_RESOURCE_BIT, Run, RunEnd
 from scheduler_svc.core.resources import ALL_REASONS, KINDS, Resources, make_resources
 from scheduler_svc.core.resources.base import Resource
+from scheduler_svc.core.resources.draining import Draining
 from scheduler_svc.core.resources.grammar import Grammar
+from scheduler_svc.core.resources.quarantine import Quarantine
 from scheduler_svc.core.resources.speculation import Speculation
 from tests.support.core_harness import World
 from tests.support.quota import QUOTA_SPENT, Quota
@@ -34,12 +36,12 @@ def reason(world: World, request_id: str) -> SkipReason | None:
 
 
 def test_a_feature_that_is_off_is_not_asked() -> None:
-    assert [type(resource) for resource in make_resources(SchedulerConfig())] == [Grammar]
+    plain = make_resources(SchedulerConfig())
+    assert [type(resource) for resource in plain] == [Grammar, Quarantine, Draining]
+    assert not (plain.wants or plain.clips or plain.claims.opens or plain.claims.withdraws or plain.claims.builds)
     drafts = make_resources(SchedulerConfig(num_speculative_tokens=2))
-    assert [type(resource) for resource in drafts] == [Grammar, Speculation]
-    nothing = make_resources(SchedulerConfig())
-    assert not (nothing.wants or nothing.clips or nothing.claims.takes or nothing.claims.withdraws)
-    assert len(nothing.gates) == 1
+    assert [type(resource) for resource in drafts] == [Grammar, Speculation, Quarantine, Draining]
+    assert len(drafts.wants) == len(drafts.claims.withdraws) == 1
     assert Resources([Resource()]).gates == ()
 
 

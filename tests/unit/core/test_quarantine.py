@@ -29,9 +29,9 @@ def test_two_fruitless_epochs_make_a_suspect_and_a_third_one_fails_it() -> None:
     world = World(CONFIG)
     poison = world.submit("poison", 5, 4)
     crash(world)
-    assert not world.request("poison").is_suspect
+    assert not world.quarantine.holds(world.request("poison"))
     crash(world)
-    assert world.request("poison").is_suspect
+    assert world.quarantine.holds(world.request("poison"))
     crash(world)
     assert poison.ended is not None and poison.reason is EndReason.WORKER_FAULT
     assert "3 workers" in poison.ended.message and world.scheduler.totals.num_failed == 1
@@ -44,7 +44,7 @@ def test_a_token_clears_a_suspect() -> None:
     crash(world)
     crash(world)
     world.step()
-    assert not world.request("a").is_suspect
+    assert not world.quarantine.holds(world.request("a"))
     for _ in range(2):
         crash(world)
     assert client.ended is None, "the count starts anew"
@@ -58,7 +58,7 @@ def test_a_token_between_two_epochs_makes_them_not_in_a_row() -> None:
     for _ in range(5):
         world.step()
         crash(world)
-        assert world.request("a").fruitless_epochs == 1
+        assert world.quarantine.num_fruitless_epochs(world.request("a")) == 1
     world.run()
     world.check_texts()
 
@@ -69,14 +69,14 @@ def test_only_requests_with_rows_in_flight_are_blamed() -> None:
     world.schedule()
     world.submit("queued", 5, 4)
     world.lose("r0")
-    assert world.request("in flight").fruitless_epochs == 1
-    assert world.request("queued").fruitless_epochs == 0
+    assert world.quarantine.num_fruitless_epochs(world.request("in flight")) == 1
+    assert world.quarantine.num_fruitless_epochs(world.request("queued")) == 0
     world.join("r0", 20)
     world.step()
     while world.answers["r0"]:
         world.ack()
     world.lose("r0")
-    assert world.request("queued").fruitless_epochs == 0, "its row was answered"
+    assert world.quarantine.num_fruitless_epochs(world.request("queued")) == 0, "its row was answered"
 
 
 def test_graceful_ends_are_not_counted() -> None:
@@ -84,7 +84,7 @@ def test_graceful_ends_are_not_counted() -> None:
     client = world.submit("a", 5, 4)
     for _ in range(5):
         crash(world, graceful=True)
-    assert world.request("a").fruitless_epochs == 0
+    assert world.quarantine.num_fruitless_epochs(world.request("a")) == 0
     world.run()
     assert len(client.tokens) == 4
 
@@ -103,7 +103,7 @@ def make_suspects(world: World, *names: str) -> None:
         world.submit(name, 5, 6)
     crash(world)
     crash(world)
-    assert all(world.request(name).is_suspect for name in names)
+    assert all(world.quarantine.holds(world.request(name)) for name in names)
 
 
 def test_a_suspect_runs_alone_and_the_others_after_it() -> None:
@@ -147,10 +147,10 @@ def suspect_beside_a_busy_rank(max_tokens: int = 6) -> World:
 
 def test_a_suspect_waits_until_its_rank_is_empty_while_nobody_else_comes_in() -> None:
     world = suspect_beside_a_busy_rank()
-    assert world.request("poison").is_suspect and world.running("r1") == ["busy"]
+    assert world.quarantine.holds(world.request("poison")) and world.running("r1") == ["busy"]
     world.submit("later", 5, 6)
     world.schedule("r1")
-    assert world.running("r1") == ["busy"] and world.rank("r1").reserved_for is world.request("poison")
+    assert world.running("r1") == ["busy"] and world.reserved_for("r1") == "poison"
     assert reason(world, "poison") is reasons.RANK_QUARANTINED
     order = []
     while world.scheduler.num_live_requests:
@@ -164,9 +164,9 @@ def test_a_suspect_waits_until_its_rank_is_empty_while_nobody_else_comes_in() ->
 def test_a_rank_reserved_for_a_suspect_is_given_up_when_the_suspect_ends() -> None:
     world = suspect_beside_a_busy_rank()
     world.schedule("r1")
-    assert world.rank("r1").reserved_for is not None
+    assert world.reserved_for("r1") is not None
     world.abort("poison")
-    assert world.rank("r1").reserved_for is None
+    assert world.reserved_for("r1") is None
     world.submit("later", 5, 6)
     world.turn()
     world.turn()
@@ -184,7 +184,7 @@ def test_another_rank_goes_on_while_one_is_reserved() -> None:
     crash(world, "r0")
     world.lose("r0")
     world.schedule("r1")
-    assert world.rank("r1").reserved_for is world.request("poison")
+    assert world.reserved_for("r1") == "poison"
     world.submit("later", 5, 6)
     world.schedule("r2")
     assert world.running("r2") == ["busy two", "later"], "the suspect is put aside there"
@@ -196,11 +196,11 @@ def test_another_rank_goes_on_while_one_is_reserved() -> None:
 def test_an_empty_rank_takes_a_suspect_that_another_one_kept_itself_free_for() -> None:
     world = suspect_beside_a_busy_rank(30)
     world.schedule("r1")
-    assert world.rank("r1").reserved_for is world.request("poison")
+    assert world.reserved_for("r1") == "poison"
     world.join("r0", 20)
     later = world.submit("later", 5, 4)
     assert world.rows_of(world.schedule("r0")) == [("poison", 5)]
-    assert world.rank("r1").reserved_for is None
+    assert world.reserved_for("r1") is None
     world.turn()
     world.turn()
     assert world.running("r1") == ["busy", "later"], "and r1 admits again"
@@ -225,7 +225,7 @@ def test_a_reserved_suspect_is_not_left_to_a_rank_with_a_longer_prefix() -> None
     world.request("poison").ticket.num_passes = 0
     world.lose("r0")
     world.schedule("r1")
-    assert world.rank("r1").reserved_for is world.request("poison")
+    assert world.reserved_for("r1") == "poison"
     world.run()
     world.check_texts()
 
@@ -236,7 +236,7 @@ def test_rows_dropped_by_a_reset_do_not_count_as_fruitless() -> None:
     world.schedule()
     world.reset(preempt_running=True)
     world.lose("r0")
-    assert world.request("a").fruitless_epochs == 0
+    assert world.quarantine.num_fruitless_epochs(world.request("a")) == 0
     world.join("r0", 20)
     world.run()
     world.check_texts()
@@ -250,7 +250,7 @@ def test_a_preempted_request_with_rows_in_flight_is_blamed_and_awaits_nothing_af
     world.schedule()
     assert world.waiting == ["b"] and world.request("b").awaited == 1
     world.lose("r0")
-    assert [world.request(name).fruitless_epochs for name in "ab"] == [1, 1]
+    assert [world.quarantine.num_fruitless_epochs(world.request(name)) for name in "ab"] == [1, 1]
     assert [world.request(name).awaited for name in "ab"] == [0, 0]
     assert world.waiting == ["a", "b"]
     world.join("r0", 5)
