@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from scheduler_svc.core import reasons, rows
+from scheduler_svc.core import lifecycle, reasons, rows
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.reasons import SkipReason
-from scheduler_svc.core.request import QUEUED, Request, Status, transition
+from scheduler_svc.core.request import QUEUED, Request, Run, RunEnd, Status, transition
+from scheduler_svc.core.resources.base import Extension
 from scheduler_svc.core.state import CoreState
 
 # Steps of one rank that may leave a request to another rank with a longer cached prefix (D15).
@@ -20,7 +21,8 @@ def run(state: CoreState, rank: RankState, plan: StepPlan, *, defer_prefills: bo
     queue = state.queue
     aside: list[Request] = []
     stopped: tuple[SkipReason, Request] | None = None
-    while stopped is None and (request := _candidate(state, rank)) is not None:
+    loaded = [run.request for run in reversed(rank.set_aside)] if state.config.rules.serve_loaded_first else []
+    while stopped is None and (request := _candidate(state, rank, loaded)) is not None:
         verdict = (
             _step_is_full(state, rank, plan)
             or _refusal_here(state, rank, plan, request)
@@ -43,9 +45,12 @@ def run(state: CoreState, rank: RankState, plan: StepPlan, *, defer_prefills: bo
         rank.throttle.capacity_bound = len(queue.waiting) > 0
 
 
-def _candidate(state: CoreState, rank: RankState) -> Request | None:
-    """Whom to try next: the request for which the rank is reserved; the head of the queue; on a rank that drains, the
-    first of those that it has begun and only it can finish."""
+def _candidate(state: CoreState, rank: RankState, loaded: list[Request]) -> Request | None:
+    """The request to try next: of `loaded`, set aside here and not yet tried in this pass, the last; the one for which
+    the rank is reserved; the head of the queue; on a rank that drains, the first of those that it has begun and only it
+    can finish."""
+    if loaded:
+        return loaded.pop()
     if rank.reservation is not None and rank.reservation.request.status in QUEUED:
         return rank.reservation.request
     if not rank.is_draining:
@@ -66,6 +71,8 @@ def _step_is_full(state: CoreState, rank: RankState, plan: StepPlan) -> SkipReas
 
 def _refusal_here(state: CoreState, rank: RankState, plan: StepPlan, request: Request) -> SkipReason | None:
     """Why this rank puts the request aside, which has nothing to do with how much room there is."""
+    if request.run is not None and request.run.is_set_aside and request.run not in rank.set_aside:
+        return reasons.HELD_ELSEWHERE
     if state.config.rules.resume_settled and request.account.num_preemptions and request.has_rows_in_flight:
         return reasons.RESULT_IN_FLIGHT
     # The reference lets a request run that its only rank can never hold.
@@ -75,7 +82,8 @@ def _refusal_here(state: CoreState, rank: RankState, plan: StepPlan, request: Re
     for gate in state.resources.gates:
         if (reason := gate(plan, request)) is not None:
             return reason
-    if rank.reservation is None and _better_elsewhere(state, rank, request):
+    stays_here = rank.reservation is not None or (request.run is not None and request.run.is_set_aside)
+    if not stays_here and _better_elsewhere(state, rank, request):
         return reasons.PASSED_OVER
     return state.policy.gate(plan, request)
 
@@ -106,39 +114,110 @@ def _better_elsewhere(state: CoreState, rank: RankState, request: Request) -> bo
 def _try_admit(
     state: CoreState, rank: RankState, plan: StepPlan, request: Request, defer_prefills: bool
 ) -> SkipReason | None:
-    """Start the head of the queue, or say why not (which ends the pass)."""
-    config = state.config
-    hits = rank.kv.look_up(request)
-    start = len(hits) * config.block_size
+    """Start the request, or set a run of it aside, or say why not."""
+    run = request.run
+    if run is not None and run.is_set_aside and not run.settled:
+        # What it waited for did not come, and what is cached may be another thing by now.
+        lifecycle.abandon(state, rank, run, RunEnd.ABANDONED)
+    if run is not None and run.is_set_aside:
+        # What it waited for is there: its own blocks count as hits.
+        hits, start, extension = run.blocks, run.settled, None
+    else:
+        hits = rank.kv.look_up(request)
+        start = len(hits) * rank.kv.block_size
+        answer = _extension(state, plan, request, start)
+        if isinstance(answer, SkipReason):
+            return answer
+        extension = answer
+        if extension is not None:
+            start += extension.tokens
+            if extension.later:
+                return _set_aside(state, rank, plan, request, hits, start, extension)
     if defer_prefills and start < request.num_tokens - 1:
         return reasons.PREFILL_DEFERRED
     n = rows.size_row(state, plan, request, start, request.num_tokens, admitting=True)
     if isinstance(n, SkipReason):
         return n
     slots = min(start + n + rank.kv.lookahead, plan.longest)
-    whole = min(request.num_tokens, plan.longest) if config.scheduler_reserve_full_isl else None
-    if not rank.kv.fits_admission(hits, whole=whole, num_slots=slots, others_run=bool(rank.running)):
+    if not _fits(state, rank, plan, request, hits, slots):
         return reasons.NO_BLOCKS
-    _admit(state, rank, plan, request, hits, slots, n)
+    run = _admit(state, rank, request, hits, start, slots)
+    if extension is not None:
+        extension.owner.begin(plan, run, extension)
+    plan.admitted.append(run)
+    plan.take(run, start, n)
     return None
 
 
-def _admit(
-    state: CoreState, rank: RankState, plan: StepPlan, request: Request, hits: list[int], slots: int, n: int
-) -> None:
+def _extension(state: CoreState, plan: StepPlan, request: Request, start: int) -> Extension | SkipReason | None:
+    """The first answer of a resource."""
+    for extend in state.resources.extends:
+        if (answer := extend(plan, request, start)) is not None:
+            return answer
+    return None
+
+
+def _fits(
+    state: CoreState,
+    rank: RankState,
+    plan: StepPlan,
+    request: Request,
+    hits: list[int],
+    num_slots: int,
+    reserved: int = 0,
+) -> bool:
+    whole = min(request.num_tokens, plan.longest) if state.config.scheduler_reserve_full_isl else None
+    return rank.kv.fits_admission(
+        hits,
+        whole=whole,
+        num_slots=num_slots,
+        others_run=bool(rank.running),
+        margin=sum(margin(plan, request) for margin in state.resources.margins),
+        reserved=reserved,
+    )
+
+
+def _set_aside(
+    state: CoreState,
+    rank: RankState,
+    plan: StepPlan,
+    request: Request,
+    hits: list[int],
+    end: int,
+    extension: Extension,
+) -> SkipReason:
+    """Give blocks to a request whose tokens up to `end` come later. It takes no tokens and no row of the step."""
+    if not _fits(state, rank, plan, request, hits, end, extension.reserved):
+        return reasons.NO_BLOCKS
+    run = rank.set_run_aside(request, state.now)
+    rank.kv.admit(run, hits, end)
+    run.settled = len(hits) * rank.kv.block_size
+    run.in_flight = extension.tokens
+    if request.account.first_admitted_at is None:
+        request.account.num_cached_tokens = run.settled
+    extension.owner.begin(plan, run, extension)
+    return extension.reason
+
+
+def _admit(state: CoreState, rank: RankState, request: Request, hits: list[int], start: int, slots: int) -> Run:
+    """The request runs from position `start` on, with blocks for `slots` tokens."""
     state.queue.remove(request)
     state.unholdable_since.pop(request.request_id, None)
     transition(request, Status.RUNNING)
+    is_set_aside = request.run is not None and request.run.is_set_aside
     run = rank.admit(request, state.now)
-    rank.kv.admit(run, hits, slots)
-    run.settled = len(hits) * state.config.block_size
+    if is_set_aside:
+        rank.kv.grow(run, max(0, rank.kv.blocks_short(run, slots)))
+    else:
+        rank.kv.admit(run, hits, slots)
+    run.settled = start
     account = request.account
     if account.first_admitted_at is None:
         account.first_admitted_at = state.now
-        account.num_cached_tokens = run.settled
+        if not is_set_aside:
+            account.num_cached_tokens = len(hits) * rank.kv.block_size
     if account.preempted_at is not None:
         account.preempted_s += state.now - account.preempted_at
         account.preempted_at = None
     request.ticket.num_passes = 0
-    plan.admitted.append(run)
-    plan.take(run, run.settled, n)
+    return run

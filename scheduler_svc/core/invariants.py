@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from scheduler_svc.core.rank import RankState
-from scheduler_svc.core.request import CHUNK, ENDED, LIVE, QUEUED, RESULT_FIRST, Run, Status
+from scheduler_svc.core.request import CHUNK, LIVE, QUEUED, RESULT_FIRST, Run, Status
 from scheduler_svc.core.rules import Fence
 from scheduler_svc.core.state import CoreState
 from scheduler_svc.core.views import RankAuditFacts
@@ -30,7 +30,7 @@ def rank_violations(state: CoreState, rank: RankState) -> list[str]:
 
 def audit(state: CoreState, rank: RankState) -> RankAuditFacts:
     """Blocks counted from tables and parked frees, not from the pool's own counters."""
-    held = {block for run in rank.running for block in run.blocks}
+    held = {block for table in _tables(rank) for block in table}
     parked = {block for free in rank.kv.parked for block in free.blocks} - held
     return RankAuditFacts(
         rank=rank.name,
@@ -42,12 +42,20 @@ def audit(state: CoreState, rank: RankState) -> RankAuditFacts:
     )
 
 
+def _tables(rank: RankState) -> Iterator[Sequence[int]]:
+    """Of runs, running and set aside, and of holds."""
+    for run in (*rank.running, *rank.set_aside):
+        yield run.blocks
+    for hold in rank.kv.holds.values():
+        yield hold.blocks
+
+
 # --- blocks of a rank ---------------------------------------------------------------------------------------------
 
 
 def blocks_are_conserved(state: CoreState, rank: RankState) -> Iterator[str]:
     """free + held + parked = usable, a shared block counting once (1)."""
-    held = {block for run in rank.running for block in run.blocks}
+    held = {block for table in _tables(rank) for block in table}
     parked = {block for free in rank.kv.parked for block in free.blocks} - held
     free = rank.kv.pool.free_order()
     if len(free) + len(held) + len(parked) != rank.kv.num_usable:
@@ -58,7 +66,7 @@ def blocks_are_conserved(state: CoreState, rank: RankState) -> Iterator[str]:
 
 def references_are_exact(state: CoreState, rank: RankState) -> Iterator[str]:
     """A block's references are its occurrences in tables and parked frees; free means none (2)."""
-    refs: Counter[int] = Counter(block for run in rank.running for block in run.blocks)
+    refs: Counter[int] = Counter(block for table in _tables(rank) for block in table)
     refs.update(block for free in rank.kv.parked for block in free.blocks)
     pool = rank.kv.pool
     wrong = [b for b in range(1, pool.num_blocks) if pool.refs[b] != refs[b]]
@@ -79,9 +87,9 @@ def free_queue_is_sound(state: CoreState, rank: RankState) -> Iterator[str]:
 
 
 def tables_hold_no_block_twice(state: CoreState, rank: RankState) -> Iterator[str]:
-    for run in rank.running:
-        if len(set(run.blocks)) != len(run.blocks) or 0 in run.blocks:
-            yield f"table of {run.request.request_id} has a block twice, or the null block"
+    for table in _tables(rank):
+        if len(set(table)) != len(table) or 0 in table:
+            yield f"table {table} has a block twice, or the null block"
 
 
 def index_matches_blocks(state: CoreState, rank: RankState) -> Iterator[str]:
@@ -99,7 +107,7 @@ def cached_blocks_are_of_their_tokens(state: CoreState, rank: RankState) -> Iter
     """A running request's cached blocks carry the block hashes of its own tokens, of known and dispatched ones only
     (28)."""
     size = rank.kv.block_size
-    for run in rank.running:
+    for run in (*rank.running, *rank.set_aside):
         request = run.request
         if run.num_cached * size > min(request.num_tokens, run.computed):
             yield f"{request.request_id} cached blocks beyond its computed tokens"
@@ -131,6 +139,9 @@ def running_is_running(state: CoreState, rank: RankState) -> Iterator[str]:
         request = run.request
         if request.status is not Status.RUNNING or request.run is not run or run.rank is not rank or run.ended:
             yield f"{request.request_id} in running is {request.status.value}"
+    for run in rank.set_aside:
+        if run.request.status not in QUEUED or run.request.run is not run or run.rank is not rank or run.ended:
+            yield f"{run.request.request_id} set aside is {run.request.status.value}"
     if len(rank.running) > state.config.max_num_seqs:
         yield f"{len(rank.running)} run, more than max_num_seqs"
     if list(rank.prefills) != [run for run in rank.prefills if run in rank.running]:
@@ -139,7 +150,7 @@ def running_is_running(state: CoreState, rank: RankState) -> Iterator[str]:
 
 def tables_cover_computed(state: CoreState, rank: RankState) -> Iterator[str]:
     """Blocks hold all that is computed or in flight; that never exceeds what is known or awaited (8)."""
-    for run in rank.running:
+    for run in (*rank.running, *rank.set_aside):
         request = run.request
         if run.capacity != len(run.blocks) * rank.kv.block_size:
             yield f"capacity of {request.request_id} is {run.capacity}"
@@ -154,7 +165,6 @@ def special_says_the_truth(state: CoreState, rank: RankState) -> Iterator[str]:
     for run in rank.running:
         request = run.request
         bits = (CHUNK if run in rank.prefills else 0) | (RESULT_FIRST if request.needs_result_first else 0)
-        bits |= ENDED if run.ended else 0
         for resource in state.resources:
             bits |= resource.bit if resource.claims(run) else 0
         if run.special != bits:
@@ -185,7 +195,7 @@ def in_flight_matches_window(state: CoreState, rank: RankState) -> Iterator[str]
             if not run.ended:
                 in_flight[run] += n
     for request in state.requests.values():
-        if request.run is None or request.run.rank is not rank:
+        if request.run is None or request.run.rank is not rank or request.run.is_set_aside:
             continue
         run = request.run
         if run.in_flight != in_flight[run] or request.awaited != awaited[request.request_id]:
@@ -214,14 +224,21 @@ def requests_are_in_one_place(state: CoreState) -> Iterator[str]:
         yield f"requests are not in exactly one place each: {dict(places)} for {list(state.requests)}"
 
 
-def queued_requests_hold_nothing(state: CoreState) -> Iterator[str]:
-    """A request that waits has no blocks and nothing computed, and says what blocks it if something does (15)."""
+def _is_set_aside(state: CoreState, run: Run) -> bool:
+    return any(rank is run.rank and run in rank.set_aside for rank in state.ranks.values())
+
+
+def queued_requests_hold_only_what_is_set_aside(state: CoreState) -> Iterator[str]:
+    """A request that waits has blocks exactly if a run of it is set aside on a living rank, and says what blocks it if
+    something does (15)."""
     for request in state.queue:
         if request.status not in QUEUED:
             yield f"{request.request_id} in the queue is {request.status.value}"
         run = request.run
-        if run is not None and (not run.ended or run.blocks or run.computed or run.num_cached):
-            yield f"{request.request_id} waits with blocks or computed tokens"
+        if run is not None and run.ended and (run.blocks or run.computed or run.num_cached):
+            yield f"{request.request_id} waits with blocks or computed tokens of a run that has ended"
+        if run is not None and not run.ended and not _is_set_aside(state, run):
+            yield f"{request.request_id} waits with a run that is not set aside on a living rank"
         if (request.status is Status.BLOCKED) is not (request.ticket.blocked_by is not None):
             yield f"{request.request_id} is {request.status.value}, blocked by {request.ticket.blocked_by}"
 
@@ -255,6 +272,6 @@ _RANK_RULES: tuple[Callable[[CoreState, RankState], Iterator[str]], ...] = (
 )
 _GLOBAL_RULES: tuple[Callable[[CoreState], Iterator[str]], ...] = (
     requests_are_in_one_place,
-    queued_requests_hold_nothing,
+    queued_requests_hold_only_what_is_set_aside,
     counters_are_sane,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from scheduler_svc.core import reasons
 from scheduler_svc.core.events import AbortCause, EndReason, RequestEnded, RequestPreempted
 from scheduler_svc.core.rank import RankState
-from scheduler_svc.core.request import ENDED, Request, Run, RunEnd, Status, transition
+from scheduler_svc.core.request import Request, Run, RunEnd, Status, transition, unblock
 from scheduler_svc.core.state import CoreState
 from scheduler_svc.core.stats import Usage
 
@@ -55,13 +55,24 @@ def recompute(state: CoreState, rank: RankState, run: Run, *, cause: str) -> Non
     state.queue.prepend(request)
 
 
+def abandon(state: CoreState, rank: RankState, run: Run, how: RunEnd) -> None:
+    """End a run that is set aside. Its request stays where it stands in the queue, unblocked; no preemption is
+    counted."""
+    _end_run(state, rank, run, how, "preempted")
+    if run.request.status is Status.BLOCKED:
+        unblock(run.request)
+
+
 def _end_run(state: CoreState, rank: RankState, run: Run, how: RunEnd, freed_as: str) -> None:
-    """The only place where a run ends: out of running, its blocks free behind the fence. freed_as: as what the free is
-    announced, if it must wait."""
+    """The only place where a run ends: out of running (or of those set aside), its blocks kept for a resource or free
+    behind the fence. freed_as: as what the free is announced, if it must wait."""
     rank.remove(run)
-    rank.free_blocks_of(run, freed_as)
+    keeper = state.resources.keeper(run, how)
+    if keeper is not None:
+        rank.keep_blocks_of(run, keeper)
+    else:
+        rank.free_blocks_of(run, freed_as)
     run.ended = True
-    run.mark(ENDED)
     run.settled = run.in_flight = 0
     state.resources.on_run_end(run, how)
 
@@ -81,19 +92,18 @@ def finish(
 
     num_output_tokens: how many belong to it, when not all (a stop string).
     """
-    rank = state.living(request)
-    if request.status is Status.RUNNING:
-        assert rank is not None and request.run is not None
-        freed_as = "aborted" if status is Status.FINISHED_ABORTED else "finished"
-        _end_run(state, rank, request.run, RunEnd.FINISHED, freed_as)
-    else:
+    rank, run = state.living(request), request.run
+    if request.status is not Status.RUNNING:
         state.queue.remove(request)
         state.unholdable_since.pop(request.request_id, None)
+    if rank is not None and run is not None and not run.ended:
+        _end_run(state, rank, run, RunEnd.FINISHED, "aborted" if status is Status.FINISHED_ABORTED else "finished")
+    request.ticket.blocked_by = None
     transition(request, status)
     del state.requests[request.request_id]
     state.resources.on_finish(request)
     state.policy.on_finish(request)
-    if rank is not None:
+    if rank is not None and run is not None and run.row >= 0:
         # Announce the end to the worker that has the request, or had it last.
         rank.finished_ids.append(request.request_id)
     # A run knows its request: without this the two would keep each other alive.

@@ -40,6 +40,7 @@ class StepPlan:
         "grown",
         "longest",
         "may_yield",
+        "must_send",
         "num_tokens",
         "preempted",
         "rank",
@@ -59,6 +60,8 @@ class StepPlan:
         # Rows in scheduling order: running ones, then admitted ones.
         self.runs: list[Run] = []
         self.num_tokens: list[int] = []
+        # Whether the step goes out although it has no row and no news.
+        self.must_send = False
         # Running requests that got new blocks, with those.
         self.grown: dict[Run, list[int]] = {}
         # Tokens that a row may yield beyond one, for the rows that may.
@@ -143,7 +146,7 @@ class StepPlan:
         """Commit: number the step, count its tokens as in flight, and put it into the window. None, with nothing
         changed, when there is nothing to tell the worker."""
         rank, window = self.rank, self.rank.window
-        if not self.runs and not rank.has_news:
+        if not (self.runs or rank.has_news or self.must_send):
             return None
         step_seq = window.newest_step + 1
         fence_seq = window.newest_fence + 1 if self.runs else window.newest_fence

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.inflight import InflightWindow
-from scheduler_svc.core.kv.manager import KvManager
+from scheduler_svc.core.kv.manager import Hold, KvManager
 from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.request import CHUNK, Request, Run
 from scheduler_svc.core.throttle import Throttle
@@ -38,6 +38,7 @@ class RankState:
         "released_rows",
         "reservation",
         "running",
+        "set_aside",
         "stopped",
         "throttle",
         "vocab_size",
@@ -69,6 +70,8 @@ class RankState:
         self.window = InflightWindow(config.max_inflight_steps)
         # In order of admission.
         self.running: dict[Run, None] = {}
+        # Runs that have blocks and do not run yet; their requests stand in the queue.
+        self.set_aside: dict[Run, None] = {}
         # Of running, those whose last row was a partial prefill, and those that have no row yet.
         self.prefills: dict[Run, None] = {}
         self.num_rows = config.num_rows
@@ -90,9 +93,22 @@ class RankState:
         self.stopped: SkipReason | None = None
 
     def admit(self, request: Request, now: float) -> Run:
-        """Begin a run of the request, with a row of the worker's batch and no blocks yet."""
-        run = request.run = Run(request, self, self.free_rows.pop(), now)
+        """The request runs from now on, with a row of the worker's batch: a run that was set aside here, or a new one,
+        which has no blocks yet."""
+        run = request.run
+        if run is None or run not in self.set_aside:
+            run = request.run = Run(request, self, -1, now)
+        else:
+            del self.set_aside[run]
+            run.run_since = now
+        run.row = self.free_rows.pop()
         self.running[run] = self.prefills[run] = None
+        return run
+
+    def set_run_aside(self, request: Request, now: float) -> Run:
+        """Begin a run of a request that stays in the queue, without blocks yet."""
+        run = request.run = Run(request, self, -1, now)
+        self.set_aside[run] = None
         return run
 
     @property
@@ -110,7 +126,11 @@ class RankState:
             run.clear(CHUNK)
 
     def remove(self, run: Run) -> None:
-        """Take out of running; its row is free again once the step that tells the worker is acknowledged."""
+        """Take out of running, or out of those set aside. A row is free again once the step that announces it is
+        acknowledged."""
+        if run.row < 0:
+            del self.set_aside[run]
+            return
         del self.running[run]
         self.released_rows.append(run.row)
         self.prefills.pop(run, None)
@@ -121,6 +141,14 @@ class RankState:
     def free_blocks_of(self, run: Run, reason: str) -> None:
         """Empty its table behind the fence."""
         self.kv.free(run, acked_fence=self.window.acked_fence, newest_fence=self.window.newest_fence, reason=reason)
+
+    def keep_blocks_of(self, run: Run, owner: object) -> None:
+        """Its table becomes a hold of `owner`."""
+        self.kv.keep(run, owner)
+
+    def let_go(self, hold: Hold) -> None:
+        """Free the blocks of a hold, behind the fence."""
+        self.kv.let_go(hold, acked_fence=self.window.acked_fence, newest_fence=self.window.newest_fence)
 
     @property
     def has_news(self) -> bool:

@@ -45,11 +45,11 @@ TRANSITIONS: dict[Status, frozenset[Status]] = {
         {Status.RUNNING, Status.BLOCKED, Status.FINISHED_ABORTED, Status.FINISHED_STOPPED, Status.FINISHED_ERROR}
     ),
     Status.BLOCKED: frozenset(
-        {Status.WAITING, Status.FINISHED_ABORTED, Status.FINISHED_STOPPED, Status.FINISHED_ERROR}
+        {Status.WAITING, Status.PREEMPTED, Status.FINISHED_ABORTED, Status.FINISHED_STOPPED, Status.FINISHED_ERROR}
     ),
     Status.RUNNING: frozenset({Status.PREEMPTED}) | FINISHED,
     # A token sampled before the preemption may arrive after it, and stop the request.
-    Status.PREEMPTED: frozenset({Status.RUNNING}) | FINISHED,
+    Status.PREEMPTED: frozenset({Status.RUNNING, Status.BLOCKED}) | FINISHED,
     Status.FINISHED_STOPPED: frozenset(),
     Status.FINISHED_LENGTH: frozenset(),
     Status.FINISHED_ABORTED: frozenset(),
@@ -234,10 +234,8 @@ class Request:
 CHUNK = 1
 # Each row needs the result of the row before.
 RESULT_FIRST = 2
-# It has ended.
-ENDED = 4
 # Resources have the bits from this one on.
-FIRST_RESOURCE_BIT = 8
+FIRST_RESOURCE_BIT = 4
 
 
 class RunEnd(Enum):
@@ -245,13 +243,18 @@ class RunEnd(Enum):
 
     PREEMPTED = "preempted"
     FINISHED = "finished"
+    # It was set aside and gave up; the request stays in the queue.
+    ABANDONED = "abandoned"
     # Its rank is lost, with all that it held.
     RANK_LOST = "rank_lost"
 
 
 class Run:
-    """One stay of a request on a rank, from its admission until it is preempted, ends, or its rank is lost. Results
-    that come after that append tokens to the request and change nothing else."""
+    """One stay of a request on a rank, from the moment it has blocks there until it is preempted, ends, or its rank is
+    lost. Results that come after that append tokens to the request and change nothing else.
+
+    A run may be *set aside* first: it has blocks, whose contents come from elsewhere, but no row, and its request
+    stands in the queue. `settled` are then the tokens that were hit, `in_flight` those on their way."""
 
     __slots__ = (
         "blocks",
@@ -274,7 +277,7 @@ class Run:
     def __init__(self, request: Request, rank: RunsOn, row: int, now: float) -> None:
         self.request = request
         self.rank = rank
-        # Of the worker's batch.
+        # Of the worker's batch; -1: it is set aside, or was until it ended.
         self.row = row
         self.run_since = now
         # Set once, by lifecycle.
@@ -304,6 +307,11 @@ class Run:
     def computed(self) -> int:
         """Settled and in flight: the reference's num_computed_tokens."""
         return self.settled + self.in_flight
+
+    @property
+    def is_set_aside(self) -> bool:
+        """Whether it has blocks but does not run yet."""
+        return self.row < 0 and not self.ended
 
     @property
     def is_prefill_chunk(self) -> bool:
@@ -337,5 +345,5 @@ def block(request: Request, reason: SkipReason) -> None:
 
 def unblock(request: Request) -> None:
     """It may be admitted again; it stays where it stands in the queue."""
-    transition(request, Status.WAITING)
+    transition(request, Status.PREEMPTED if request.account.num_preemptions else Status.WAITING)
     request.ticket.blocked_by = None

@@ -30,6 +30,9 @@ class SchedulingRules:
     refuse_empty_rows: bool = True
     # A reset of the prefix cache succeeds although blocks wait for their fence, since no request holds them.
     reset_over_parked: bool = True
+    # Requests that are set aside on a rank are tried there before the head of the queue: else a head that does not fit
+    # waits for ever for the blocks that they hold (F46).
+    serve_loaded_first: bool = True
     # Drafts are proposed by the scheduler. False: they come as DraftsProposed, and an admission of one token beside
     # decodes is padded to their width.
     proposes_drafts: bool = True
@@ -48,5 +51,6 @@ VLLM_0_25_1 = SchedulingRules(
     resume_settled=False,
     refuse_empty_rows=False,
     reset_over_parked=False,
+    serve_loaded_first=False,
     proposes_drafts=False,
 )

@@ -45,7 +45,7 @@ from scheduler_svc.core.kv.prefix_index import HashChain
 from scheduler_svc.core.output import SchedulerOutput
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.rank import RankState
-from scheduler_svc.core.request import QUEUED, Request, Status
+from scheduler_svc.core.request import QUEUED, Request, RunEnd, Status
 from scheduler_svc.core.state import CoreState
 from scheduler_svc.core.stats import Totals
 from scheduler_svc.core.views import Explanation, RankAuditFacts, RankView
@@ -283,6 +283,8 @@ class Scheduler:
             return
         state.draining.start(rank)
         state.quarantine.release(rank)
+        for run in list(rank.set_aside):
+            lifecycle.abandon(state, rank, run, RunEnd.ABANDONED)
         for run in reversed(list(rank.running)):
             if state.can_stay(run.request):
                 lifecycle.preempt(state, rank, run, beneficiary="", cause="rank_draining")
@@ -312,7 +314,7 @@ class Scheduler:
 
     def _reset_prefix_cache(self, event: PrefixCacheResetRequested) -> None:
         """Reset every rank or none. Blocks behind a fence do not stand in the way (unless the rules say otherwise), so
-        a reset that preempts succeeds."""
+        a reset that preempts succeeds. Blocks that a resource still keeps do."""
         state = self.state
         ranks = list(state.ranks.values())
         if event.preempt_running:
@@ -320,6 +322,8 @@ class Scheduler:
                 for run in reversed(list(rank.running)):
                     # Results on the way belong to what is being forgotten.
                     lifecycle.recompute(state, rank, run, cause="reset")
+                for run in list(rank.set_aside):
+                    lifecycle.abandon(state, rank, run, RunEnd.ABANDONED)
         over_parked = state.config.rules.reset_over_parked
         busy = [rank.name for rank in ranks if rank.kv.is_held or (rank.kv.parked and not over_parked)]
         if busy:

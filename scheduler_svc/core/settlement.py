@@ -7,7 +7,7 @@ from scheduler_svc.core import lifecycle, stopping, untrusted
 from scheduler_svc.core.events import EndReason, StepAcked, TokensProduced, WorkerProtocolError
 from scheduler_svc.core.inflight import StepRecord
 from scheduler_svc.core.rank import RankState
-from scheduler_svc.core.request import FINISHED, Request, Run, Status
+from scheduler_svc.core.request import FINISHED, Request, Run, RunEnd, Status
 from scheduler_svc.core.resources.base import Failure
 from scheduler_svc.core.state import CoreState
 
@@ -220,6 +220,8 @@ def end_epoch(state: CoreState, rank: RankState, *, graceful: bool) -> None:
     for run in reversed(orphans):
         lifecycle.preempt(state, rank, run, beneficiary="", cause="rank_lost")
         state.queue.prepend(run.request)
+    for run in list(rank.set_aside):
+        lifecycle.abandon(state, rank, run, RunEnd.RANK_LOST)
     _fail(state, state.resources.on_rank_lost(rank, in_flight, graceful=graceful))
 
 

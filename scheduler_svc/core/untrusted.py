@@ -9,7 +9,7 @@ from __future__ import annotations
 from scheduler_svc.core import lifecycle
 from scheduler_svc.core.events import EndReason
 from scheduler_svc.core.rank import RankState
-from scheduler_svc.core.request import FINISHED, Run, Status
+from scheduler_svc.core.request import FINISHED, Run, RunEnd, Status
 from scheduler_svc.core.state import CoreState
 
 
@@ -21,8 +21,11 @@ def fail_row(state: CoreState, rank: RankState, run: Run, message: str) -> None:
     if run.drops_results:
         return
     for other in _forget(rank, run):
-        # Results on the way may come from what is not trusted.
-        lifecycle.recompute(state, rank, other, cause="row_error")
+        if other in rank.set_aside:
+            lifecycle.abandon(state, rank, other, RunEnd.ABANDONED)
+        else:
+            # Results on the way may come from what is not trusted.
+            lifecycle.recompute(state, rank, other, cause="row_error")
     request = run.request
     if request.status not in FINISHED:
         lifecycle.finish(state, request, Status.FINISHED_ERROR, EndReason.MODEL_OUTPUT_INVALID, message=message)
@@ -30,14 +33,14 @@ def fail_row(state: CoreState, rank: RankState, run: Run, message: str) -> None:
 
 def _forget(rank: RankState, failed: Run) -> list[Run]:
     """Take every block of the failed run out of the prefix index, and every block of whatever run shares one of them.
-    Returns those other runs, the newest first."""
+    Returns those other runs, running or set aside, the newest first."""
     found: dict[Run, None] = {failed: None}
     to_look_at = [failed]
     while to_look_at:
         blocks = rank.kv.forget_blocks(to_look_at.pop())
-        for other in rank.running:
+        for other in (*rank.running, *rank.set_aside):
             if other not in found and not blocks.isdisjoint(other.blocks):
                 found[other] = None
                 to_look_at.append(other)
     del found[failed]
-    return [run for run in reversed(list(rank.running)) if run in found]
+    return [run for run in reversed((*rank.running, *rank.set_aside)) if run in found]

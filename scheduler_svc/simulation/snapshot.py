@@ -82,6 +82,8 @@ def _rank(
         rank.kv.num_usable,
         tuple(order[run.request] for run in rank.running),
         tuple(tuple(name(b) for b in run.blocks) for run in rank.running),
+        tuple((order[run.request], tuple(name(b) for b in run.blocks)) for run in rank.set_aside),
+        tuple((max(hold.run.last_fence - acked, 0), tuple(map(name, hold.blocks))) for hold in rank.kv.holds.values()),
         tuple((free.fence - acked, tuple(name(b) for b in free.blocks)) for free in rank.kv.parked),
         # Free blocks without a block hash are all alike.
         tuple(name(b) if pool.index.hash_of(b) else None for b in pool.free_order()),

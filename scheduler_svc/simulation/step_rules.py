@@ -14,7 +14,6 @@ from scheduler_svc.core.output import SchedulerOutput
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.request import Request, Run
-from scheduler_svc.core.resources import ALL_REASONS
 from scheduler_svc.core.scheduler import Scheduler
 
 _RUNNING_REASONS = frozenset(
@@ -29,9 +28,8 @@ _RUNNING_REASONS = frozenset(
         reasons.PAUSED,
     }
 )
-_QUEUED_REASONS = frozenset(ALL_REASONS) - (_RUNNING_REASONS - {reasons.PREFILL_DEFERRED, reasons.NO_BUDGET}) | {
-    reasons.PAUSED
-}
+# Those that no waiting request can have. It may have any other one, of the core or of a resource.
+_ONLY_RUNNING = _RUNNING_REASONS - {reasons.PREFILL_DEFERRED, reasons.NO_BUDGET, reasons.PAUSED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +266,7 @@ def queued_without_reason(scheduler: Scheduler) -> list[str]:
     for request in state.queue:
         explanation = scheduler.explain(request.request_id)
         reason = None if explanation is None else explanation.reason
-        if reason is reasons.NOT_EXAMINED or reason not in _QUEUED_REASONS:
+        if reason is None or reason is reasons.NOT_EXAMINED or reason in _ONLY_RUNNING:
             wrong.append(f"{request.request_id} waits and says {reason}")
         elif explanation is not None and reason is reasons.BEHIND:
             before = explanation.detail.split()[1].rstrip(",")

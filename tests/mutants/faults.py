@@ -40,8 +40,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the fence is the request's own last step",
         "kv.manager:KvManager.free",
-        "ParkedFree(newest_fence, run.request.request_id, tuple(blocks), reason)",
-        "ParkedFree(run.last_fence, run.request.request_id, tuple(blocks), reason)",
+        "newest_fence if waits else 0",
+        "run.last_fence if waits else 0",
     ),
     Fault(
         "a victim is taken although enough is returning",
@@ -75,7 +75,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "blocks are freed twice",
-        "kv.manager:KvManager.free",
+        "kv.manager:KvManager._give_back",
         "self.pool.park",
         "self.pool.release",
     ),
@@ -224,6 +224,73 @@ FAULTS: tuple[Fault, ...] = (
         "request.request_id in self._pending",
         "False",
     ),
+    # --- runs that are set aside, and holds ---
+    Fault(
+        "blocks are freed although something still writes there",
+        "lifecycle:_end_run",
+        "keeper is not None",
+        "False",
+    ),
+    Fault(
+        "a lost rank leaves requests blocked",
+        "lifecycle:abandon",
+        "unblock(run.request)",
+        "pass",
+    ),
+    Fault(
+        "a draining rank keeps its loads",
+        "scheduler:Scheduler._drain_rank",
+        "for run in list(rank.set_aside):\n    lifecycle.abandon(state, rank, run, RunEnd.ABANDONED)",
+        "pass",
+    ),
+    Fault(
+        "a rank admits what another one holds blocks for",
+        "admission:_refusal_here",
+        "request.run is not None and request.run.is_set_aside and request.run not in rank.set_aside",
+        "False",
+    ),
+    Fault(
+        "a loaded request waits behind the head",
+        "admission:run",
+        "state.config.rules.serve_loaded_first",
+        "False",
+    ),
+    Fault(
+        "a run that got nothing keeps its blocks",
+        "admission:_try_admit",
+        "run is not None and run.is_set_aside and not run.settled",
+        "False",
+    ),
+    Fault(
+        "what was loaded is forgotten at admission",
+        "admission:_try_admit",
+        "hits, start, extension = (run.blocks, run.settled, None)",
+        "hits, start, extension = (run.blocks, 0, None)",
+    ),
+    Fault(
+        "an end is announced to a worker that never had the request",
+        "lifecycle:finish",
+        "rank is not None and run is not None and run.row >= 0",
+        "rank is not None",
+    ),
+    Fault(
+        "a step that only starts a load is not sent",
+        "plan:StepPlan.build",
+        "self.runs or rank.has_news or self.must_send",
+        "self.runs or rank.has_news",
+    ),
+    Fault(
+        "blocks of a hold are free at once",
+        "kv.manager:KvManager.let_go",
+        "newest_fence if waits else 0",
+        "0",
+    ),
+    Fault(
+        "an admission takes blocks that must stay free",
+        "admission:_fits",
+        "sum((margin(plan, request) for margin in state.resources.margins))",
+        "0",
+    ),
     # --- queues ---
     Fault(
         "requests put aside come back in reverse",
@@ -269,16 +336,16 @@ FAULTS: tuple[Fault, ...] = (
         "True",
     ),
     Fault(
-        "an ended run gets a row",
-        "lifecycle:_end_run",
-        "run.mark(ENDED)",
-        "pass",
+        "a run without a table gets a row",
+        "kv.manager:KvManager._empty",
+        "run.capacity = run.plain_until = 0",
+        "run.capacity = 0",
     ),
     Fault(
         "what exactly fits is refused a block",
         "kv.manager:KvManager.fits_admission",
-        "max(0, self.blocks_for(num_slots) - len(hits)) <= room",
-        "max(0, self.blocks_for(num_slots) - len(hits)) < room",
+        "max(0, self.blocks_for(num_slots) - len(hits)) <= room - reserved",
+        "max(0, self.blocks_for(num_slots) - len(hits)) < room - reserved",
     ),
     Fault(
         "free hits cost nothing",

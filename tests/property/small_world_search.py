@@ -19,7 +19,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import SchedulerConfig
@@ -41,7 +41,7 @@ from scheduler_svc.core.kv.prefix_index import HashChain, PrefixIndex
 from scheduler_svc.core.policies import make_policy
 from scheduler_svc.core.rank import RankState, Reservation
 from scheduler_svc.core.request import FINISHED, Account, Request, Run, RunsOn, Ticket
-from scheduler_svc.core.resources import make_resources
+from scheduler_svc.core.resources import Resources, make_resources
 from scheduler_svc.core.resources.draining import Draining
 from scheduler_svc.core.resources.quarantine import Quarantine
 from scheduler_svc.core.scheduler import Scheduler
@@ -49,6 +49,7 @@ from scheduler_svc.core.state import CoreState
 from scheduler_svc.core.throttle import Throttle
 from scheduler_svc.simulation.snapshot import snapshot
 from scheduler_svc.simulation.step_rules import Before, PlannedStep, queued_without_reason, violations
+from tests.support.loader import Loader
 
 RANK = "r"
 _LONGEST_TEXT = 64
@@ -74,6 +75,8 @@ class SmallWorld:
     arrivals: tuple[Arrival, ...]
     max_requests: int
     max_faults: int = 0
+    # Tokens of each request that can be loaded from elsewhere; 0: none, and no such resource.
+    max_loaded: int = 0
 
 
 @dataclass(slots=True)
@@ -95,6 +98,7 @@ _SCHEDULE = "schedule"
 _ACK = "ack"
 _LOSE = "lose"
 _RESET = "reset"
+_LOAD_ENDS, _LOAD_FAILS = "load ends ", "load fails "
 
 
 class _Node:
@@ -132,6 +136,9 @@ class Search:
         self.demand_independent_copies = False
         # Works on the state of one node after another.
         self._scheduler = Scheduler(world.config)
+        if world.max_loaded:
+            state = self._scheduler.state
+            state.resources = Resources([*state.resources, Loader(world.max_loaded, of_all=True)])
         self._done: set[int] = set()
         self._on_path: set[int] = set()
         self._path: list[Move] = []
@@ -200,8 +207,12 @@ class Search:
         node.moves += state.requests
         if node.faults_left and state.requests:
             node.moves += (_LOSE, _RESET)
+        loads = _loads_that_go_on(state)
+        node.moves += [f"{move}{index}" for index in range(len(loads)) for move in (_LOAD_ENDS, _LOAD_FAILS)]
         if len(rank.window):
             node.moves.append(_ACK)
+        elif loads:
+            pass
         elif state.requests:
             self._demand_progress(node)
         else:
@@ -211,12 +222,13 @@ class Search:
             node.moves.append(_SCHEDULE)
 
     def _demand_progress(self, node: _Node) -> None:
-        """Work waits and nothing is in flight: the next step runs a token, or the one after a step that preempts."""
+        """Work waits and nothing is in flight: the next step runs a token or begins a load, or the one after a step
+        that preempts."""
         scheduler = self._scheduler
         scheduler.state = clone(node.state)
         for _ in range(2):
             output = scheduler.schedule(RANK)
-            if output is not None and output.total_num_tokens:
+            if (output is not None and output.total_num_tokens) or _loads_that_go_on(scheduler.state):
                 return
             if not any(isinstance(effect, RequestPreempted) for effect in scheduler.take_effects()):
                 break
@@ -237,6 +249,8 @@ class Search:
             self._acknowledge(node)
         elif move in (_LOSE, _RESET):
             self._break(node, move)
+        elif move.startswith((_LOAD_ENDS, _LOAD_FAILS)):
+            self._end_load(node, move)
         else:
             self._scheduler.handle(RequestAborted(move, AbortCause.ABORTED))
         return True
@@ -266,6 +280,12 @@ class Search:
         self._join(epoch + 1)
         node.reads = ()
 
+    def _end_load(self, node: _Node, move: str) -> None:
+        """A load brings all of its tokens, or none."""
+        loader = node.state.resources.get(Loader)
+        run = _loads_that_go_on(node.state)[int(move.split()[-1])]
+        loader.end(node.state.ranks[RANK], run, loader.loads[run].num_tokens if move.startswith(_LOAD_ENDS) else 0)
+
     def _schedule(self, node: _Node) -> None:
         scheduler, rank = self._scheduler, node.state.ranks[RANK]
         before = Before.of(scheduler, rank)
@@ -293,6 +313,11 @@ class Search:
         ]
         self._scheduler.handle(StepAcked(RANK, rank.epoch, record.step_seq, sampled))
         node.reads = node.reads[1:]
+
+
+def _loads_that_go_on(state: CoreState) -> list[Run]:
+    loader = state.resources.find(Loader)
+    return [] if loader is None else [run for run, load in loader.loads.items() if not load.is_over]
 
 
 def _demand_nothing_left(rank: RankState) -> None:
@@ -336,8 +361,12 @@ def clone(old: CoreState) -> CoreState:
     copies = _Copies()
     copies.ranks = {rank: RankState.__new__(RankState) for rank in old.ranks.values()}
     new.requests = {request_id: copies.request(request) for request_id, request in old.requests.items()}
+    loader = old.resources.find(Loader)
+    copies.loaders = (
+        [] if loader is None else [loader.copied(copies.request, copies.run, lambda rank: copies.ranks[rank])]
+    )
     new.ranks = {name: _clone_rank(rank, copies) for name, rank in old.ranks.items()}
-    new.resources = make_resources(old.config)
+    new.resources = Resources([*make_resources(old.config), *copies.loaders])
     new.quarantine, new.draining = new.resources.get(Quarantine), new.resources.get(Draining)
     new.quarantine._losses = {copies.request(request): loss for request, loss in old.quarantine._losses.items()}
     new.quarantine._reserved = {
@@ -361,6 +390,7 @@ class _Copies:
 
     def __init__(self) -> None:
         self.ranks: dict[RunsOn, RankState] = {}
+        self.loaders: list[Loader] = []
         self._requests: dict[Request, Request] = {}
         self._runs: dict[Run, Run] = {}
 
@@ -394,6 +424,7 @@ def _clone_rank(old: RankState, copies: _Copies) -> RankState:
     new.free_rows, new.released_rows = old.free_rows[:], old.released_rows[:]
     new.finished_ids, new.preempted_ids = old.finished_ids[:], old.preempted_ids[:]
     new.running = {copies.run(run): None for run in old.running}
+    new.set_aside = {copies.run(run): None for run in old.set_aside}
     new.prefills = {copies.run(run): None for run in old.prefills}
     new.throttle = Throttle.__new__(Throttle)
     _copy_throttle(old.throttle, new.throttle)
@@ -413,13 +444,17 @@ def _clone_rank(old: RankState, copies: _Copies) -> RankState:
                 r.released_rows,
             )
         )
-    new.kv = _clone_kv(old.kv)
+    new.kv = _clone_kv(old.kv, copies)
     return new
 
 
-def _clone_kv(old: KvManager) -> KvManager:
+def _clone_kv(old: KvManager, copies: _Copies) -> KvManager:
     new: KvManager = KvManager.__new__(KvManager)
     _copy_kv(old, new)
+    # Of the resources here only the loader holds anything.
+    new.holds = {
+        number: replace(hold, run=copies.run(hold.run), owner=copies.loaders[0]) for number, hold in old.holds.items()
+    }
     new.parked = ParkedFrees()
     new.parked._queue.extend(old.parked)
     new.parked.unannounced = old.parked.unannounced[:]

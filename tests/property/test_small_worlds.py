@@ -24,6 +24,7 @@ def world(
     max_tokens: int = 4,
     max_faults: int = 0,
     prompts: range = PROMPTS,
+    max_loaded: int = 0,
     **settings: object,
 ) -> SmallWorld:
     """Room for `max_requests` of every kind; steps of four tokens, so that prompts are computed in chunks when others
@@ -46,7 +47,7 @@ def world(
         # Others are refused.
         if num_prompt + num_tokens - 1 <= num_usable * BLOCK_SIZE
     ]
-    return SmallWorld(config, num_usable + 1, tuple(kinds), max_requests, max_faults)
+    return SmallWorld(config, num_usable + 1, tuple(kinds), max_requests, max_faults, max_loaded)
 
 
 def explore(worlds: list[SmallWorld], capsys: pytest.CaptureFixture[str]) -> Count:
@@ -87,6 +88,31 @@ def test_two_requests_always_end_although_the_rank_is_lost(policy: Policy, capsy
     fewest = range(1, 4) if policy is Policy.FCFS else range(2, 4)
     worlds = [world(policy=policy, num_usable=3, depth=2, max_requests=2, max_faults=2, max_tokens=2, prompts=fewest)]
     assert explore(worlds, capsys).states > 10_000
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("policy", Policy)
+def test_two_requests_whose_kv_is_loaded_always_end(policy: Policy, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two requests whose first two tokens are loaded (a load may fail, or end after its request), prompts 3 and 4,
+    max_tokens 1 and 2, three blocks; under FCFS one fault."""
+    max_faults = 1 if policy is Policy.FCFS else 0
+    worlds = [
+        world(
+            policy=policy, num_usable=3, depth=2, max_requests=2, max_faults=max_faults, max_tokens=2,
+            prompts=range(3, 5), max_loaded=2,
+        )
+    ]  # fmt: skip
+    assert explore(worlds, capsys).states > 5_000
+
+
+def test_a_copy_of_a_state_with_loads_lives_on_its_own() -> None:
+    search = Search(
+        world(policy=Policy.FCFS, num_usable=3, depth=2, max_requests=2, max_faults=1, max_tokens=2, max_loaded=2)
+    )
+    search.demand_independent_copies = True
+    search.max_states = 1_500
+    search.run()
+    assert search.count.states == 1_500
 
 
 def test_a_copy_of_a_state_lives_on_its_own() -> None:

@@ -6,6 +6,8 @@ Answers "does it fit?" and performs one change at a time; whom to refuse or pree
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from scheduler_svc.core.kv.block_pool import BlockPool
@@ -16,10 +18,32 @@ if TYPE_CHECKING:
     from scheduler_svc.core.request import Request, Run
 
 
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Blocks that outlive their run, because something outside the steps still reads or writes them. number: unique in
+    the epoch; an id of a request is not, since it may be used again."""
+
+    number: int
+    owner: object
+    run: Run
+    blocks: tuple[int, ...]
+
+
 class KvManager:
     """Block tables, pool and parked frees of one rank."""
 
-    __slots__ = ("block_size", "caching", "deferring", "lookahead", "parked", "pool", "stats", "watermark_blocks")
+    __slots__ = (
+        "_num_holds",
+        "block_size",
+        "caching",
+        "deferring",
+        "holds",
+        "lookahead",
+        "parked",
+        "pool",
+        "stats",
+        "watermark_blocks",
+    )
 
     def __init__(
         self, num_blocks: int, block_size: int, *, caching: bool, deferring: bool, watermark: float, lookahead: int = 0
@@ -35,6 +59,9 @@ class KvManager:
         # Kept free at admission while something runs; the null block counts in the base, as in the reference.
         self.watermark_blocks = int(watermark * num_blocks)
         self.stats = PrefixStats()
+        # Blocks kept for a resource after the run that held them, by number.
+        self.holds: dict[int, Hold] = {}
+        self._num_holds = 0
 
     @property
     def num_usable(self) -> int:
@@ -117,14 +144,24 @@ class KvManager:
         run.plain_until = min(run.capacity - self.lookahead, run.request.limit - 1)
         return blocks
 
-    def fits_admission(self, hits: list[int], *, whole: int | None, num_slots: int, others_run: bool) -> bool:
+    def fits_admission(
+        self,
+        hits: list[int],
+        *,
+        whole: int | None,
+        num_slots: int,
+        others_run: bool,
+        margin: int = 0,
+        reserved: int = 0,
+    ) -> bool:
         """The two gates: the whole sequence known so far (`whole` tokens; None: gate off), then the slots of this
-        step. Free hits count, since using them takes them from the free queue. Equality passes."""
+        step. Free hits count, since using them takes them from the free queue; `hits` may be a run's own table. margin:
+        blocks that must stay free in both gates; reserved: in the second one. Equality passes."""
         pool = self.pool
-        room = pool.num_free - pool.count_free(hits) - (self.watermark_blocks if others_run else 0)
+        room = pool.num_free - pool.count_free(hits) - (self.watermark_blocks if others_run else 0) - margin
         if whole is not None and self.blocks_for(whole) - len(hits) > room:
             return False
-        return max(0, self.blocks_for(num_slots) - len(hits)) <= room
+        return max(0, self.blocks_for(num_slots) - len(hits)) <= room - reserved
 
     def admit(self, run: Run, hits: list[int], num_slots: int) -> None:
         """Build the block table: the hits, then new blocks up to `num_slots`. fits_admission has said yes."""
@@ -140,13 +177,36 @@ class KvManager:
     def free(self, run: Run, *, acked_fence: int, newest_fence: int, reason: str) -> None:
         """Empty the run's table. Its blocks become free now, or, while a step that holds the run is unacknowledged,
         behind the newest step dispatched."""
-        blocks = run.blocks
-        if blocks:
-            if self.deferring and run.last_fence > acked_fence:
-                self.pool.park(blocks)
-                self.parked.park(ParkedFree(newest_fence, run.request.request_id, tuple(blocks), reason))
-            else:
-                self.pool.release(blocks)
+        if run.blocks:
+            waits = self.deferring and run.last_fence > acked_fence
+            self._give_back(run.blocks, newest_fence if waits else 0, run.request.request_id, reason)
+        self._empty(run)
+
+    def keep(self, run: Run, owner: object) -> Hold:
+        """Empty the run's table without freeing its blocks: they are held for `owner` until `let_go`."""
+        self._num_holds += 1
+        hold = Hold(self._num_holds, owner, run, tuple(run.blocks))
+        self.holds[hold.number] = hold
+        self._empty(run)
+        return hold
+
+    def let_go(self, hold: Hold, *, acked_fence: int, newest_fence: int) -> None:
+        """The owner needs the blocks no longer. They become free as those of a run do."""
+        del self.holds[hold.number]
+        if hold.blocks:
+            waits = self.deferring and hold.run.last_fence > acked_fence
+            self._give_back(hold.blocks, newest_fence if waits else 0, hold.run.request.request_id, "finished")
+
+    def _give_back(self, blocks: Sequence[int], fence: int, request_id: str, reason: str) -> None:
+        """Free blocks, behind `fence` unless it is 0."""
+        if fence:
+            self.pool.park(blocks)
+            self.parked.park(ParkedFree(fence, request_id, tuple(blocks), reason))
+        else:
+            self.pool.release(blocks)
+
+    def _empty(self, run: Run) -> None:
+        """Without a table a run is no plain decode any more."""
         run.blocks = []
         run.capacity = run.plain_until = 0
         run.num_cached = 0
@@ -160,7 +220,7 @@ class KvManager:
 
     @property
     def is_held(self) -> bool:
-        """Whether any living request has a block. Parked ones belong to nobody any more."""
+        """Whether a run or a hold has a block. Parked ones belong to no request any more."""
         return self.pool.num_free + self.pool.num_parked != self.pool.num_usable
 
     def reset_prefix_cache(self) -> None:

@@ -26,6 +26,19 @@ class Failure:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """Tokens whose KV comes from elsewhere. later: the request waits for them, set aside; else they are there when its
+    row is computed, and at least one token is left to compute. reserved: blocks that must stay free beside it. reason:
+    why the request waits, which puts it aside."""
+
+    owner: Resource
+    tokens: int
+    later: bool
+    reserved: int
+    reason: SkipReason
+
+
 class Resource:
     """A feature that does nothing. Only one plan is open at a time, so what concerns the step under construction may be
     kept in the resource; `open` resets it."""
@@ -48,6 +61,19 @@ class Resource:
     def gate(self, plan: StepPlan, request: Request) -> SkipReason | None:
         """Why a waiting request may not be considered in this step, whatever room there is; None: it may. May complete
         what the request waited for. The reason must put aside."""
+
+    def extend(self, plan: StepPlan, request: Request, start: int) -> Extension | SkipReason | None:
+        """Tokens whose KV comes from elsewhere, from position `start` on; a reason (which puts aside) if that is not
+        known yet; None if there are none. Changes nothing."""
+        return None
+
+    def begin(self, plan: StepPlan, run: Run, extension: Extension) -> None:
+        """Blocks for an extension of this resource are allocated: start to fill them. If its tokens come later, the run
+        is set aside, and the resource blocks its request until they are there."""
+
+    def margin(self, plan: StepPlan, request: Request) -> int:
+        """Blocks that the admission of the request must leave free."""
+        return 0
 
     # --- how long is the row? -------------------------------------------------------------------------------------
 
@@ -76,6 +102,11 @@ class Resource:
         """All rows are final: write the columns of this resource."""
 
     # --- what happens to runs and requests ------------------------------------------------------------------------
+
+    def keeps(self, run: Run, how: RunEnd) -> bool:
+        """The run ends: True if its blocks must not be freed yet. They become a Hold of this resource, which lets go of
+        it."""
+        return False
 
     def on_run_end(self, run: Run, how: RunEnd) -> None:
         """A run has ended."""

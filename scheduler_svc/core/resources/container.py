@@ -11,9 +11,10 @@ from scheduler_svc.core.plan import Claims, StepPlan
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.request import FIRST_RESOURCE_BIT, Request, Run, RunEnd
-from scheduler_svc.core.resources.base import Failure, Resource
+from scheduler_svc.core.resources.base import Extension, Failure, Resource
 
 _R = TypeVar("_R", bound=Resource)
+_Extend = Callable[[StepPlan, Request, int], Extension | SkipReason | None]
 _OnSettled = Callable[[RankState, StepRecord, StepAcked], Iterable[Failure]]
 
 
@@ -24,6 +25,9 @@ class Resources:
         self._all = tuple(resources)
         for number, resource in enumerate(self._all):
             resource.bit = FIRST_RESOURCE_BIT << number
+        self.extends: tuple[_Extend, ...] = self._answers("extend")
+        self.margins: tuple[Callable[[StepPlan, Request], int], ...] = self._answers("margin")
+        self._keepers = tuple(r for r in self._all if type(r).keeps is not Resource.keeps)
         self.lookahead = max((resource.lookahead for resource in self._all), default=0)
         self.gates: tuple[Callable[[StepPlan, Request], SkipReason | None], ...] = self._answers("gate")
         self.wants: tuple[Callable[[StepPlan, Request, int, int], int | SkipReason], ...] = self._answers("want")
@@ -64,6 +68,10 @@ class Resources:
         """See Resource."""
         for answer in self._events:
             answer(event, live)
+
+    def keeper(self, run: Run, how: RunEnd) -> Resource | None:
+        """The first resource that keeps the blocks of a run that ends."""
+        return next((resource for resource in self._keepers if resource.keeps(run, how)), None)
 
     def on_run_end(self, run: Run, how: RunEnd) -> None:
         """See Resource."""

@@ -43,7 +43,7 @@ def test_the_differences_between_default_and_reference_are_the_listed_ones() -> 
     differing = {name for name in DEFAULT.__slots__ if getattr(DEFAULT, name) != getattr(VLLM_0_25_1, name)}
     assert differing == {
         "fence", "waits_for_fence", "refuse_infeasible", "resume_settled", "refuse_empty_rows",
-        "reset_over_parked",
+        "reset_over_parked", "serve_loaded_first",
         # Where drafts come from.
         "proposes_drafts",
     }  # fmt: skip

@@ -15,6 +15,7 @@ from scheduler_svc.core.resources import ALL_REASONS
 from scheduler_svc.core.resources.grammar import GRAMMAR_NOT_READY
 from scheduler_svc.core.resources.speculation import DRAFTS_EXCEED_STEP
 from tests.support.core_harness import World
+from tests.support.loader import Loader
 
 CONFIG = SchedulerConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64)
 PLAIN = replace(CONFIG, enable_prefix_caching=False)
@@ -199,6 +200,14 @@ def passed_over() -> World:
     return world
 
 
+def held_elsewhere() -> World:
+    world = World(CONFIG, ranks={"r0": 20, "r1": 20}, resources=[Loader(4, of_all=True)])
+    world.submit("it", 5, 9)
+    world.schedule("r0")
+    world.schedule("r1")
+    return world
+
+
 def never_fits_here() -> World:
     world = World(CONFIG, ranks={"r0": 4, "r1": 20})
     world.submit("it", 20, 9)
@@ -309,6 +318,7 @@ CASES: list[tuple[Callable[[], World], SkipReason]] = [
     (fence_awaited, reasons.FENCE_AWAITED),
     (result_in_flight, reasons.RESULT_IN_FLIGHT),
     (passed_over, reasons.PASSED_OVER),
+    (held_elsewhere, reasons.HELD_ELSEWHERE),
     (never_fits_here, reasons.NEVER_FITS_HERE),
     (quarantined, reasons.QUARANTINED),
     (rank_quarantined, reasons.RANK_QUARANTINED),

@@ -7,6 +7,7 @@ from hashlib import sha256
 
 import pytest
 
+from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.kv.manager import KvManager
 from scheduler_svc.core.kv.prefix_index import HashChain, PrefixIndex, root_hash
 from scheduler_svc.core.stats import PrefixStats
@@ -135,6 +136,17 @@ def test_who_does_not_read_the_cache_still_fills_it() -> None:
         assert client.ended is not None and client.ended.usage.num_cached_tokens == cached
     stats = world.rank().kv.stats
     assert (stats.num_requests, stats.num_hits) == (1, 8)
+
+
+def test_a_block_that_a_known_token_fills_is_cached_when_its_row_is_planned() -> None:
+    world = World(SchedulerConfig(block_size=4, max_inflight_steps=1))
+    world.submit("a", 7, 9)
+    world.step()
+    assert len(world.rank().kv.pool.index) == 1
+    assert world.rows_of(world.schedule()) == [("a", 1)]
+    assert len(world.rank().kv.pool.index) == 2, "the result is not in yet"
+    world.run()
+    world.check_texts()
 
 
 def test_outputs_are_cached_too() -> None:
