@@ -187,7 +187,12 @@ class Scheduler:
             return
         sequence = state.next_sequence
         state.next_sequence += 1
-        chain = HashChain(state.config.block_size, event.cache_salt, enabled=state.config.enable_prefix_caching)
+        chain = HashChain(
+            state.config.block_size,
+            event.cache_salt,
+            enabled=state.config.enable_prefix_caching,
+            identity=state.resources.identity(event),
+        )
         request = Request(
             event,
             verdict,

@@ -498,6 +498,24 @@ FAULTS: tuple[Fault, ...] = (
         "rank.kv.is_held or (rank.kv.parked and not over_parked)",
         "rank.kv.is_held",
     ),
+    Fault(
+        "what the KV of a prompt depends on is not hashed",
+        "kv.prefix_index:HashChain.__init__",
+        "identity.fields",
+        "()",
+    ),
+    Fault(
+        "an input counts in its first block only",
+        "kv.prefix_index:HashChain._inputs_at",
+        "offset < end and offset + length > start",
+        "start <= offset < end",
+    ),
+    Fault(
+        "the place of an input does not count",
+        "kv.prefix_index:HashChain._inputs_at",
+        "offset - start",
+        "0",
+    ),
     # --- results ---
     Fault(
         "a late result counts as progress",

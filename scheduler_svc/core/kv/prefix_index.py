@@ -2,35 +2,59 @@
 
 A block hash stands for a block *and everything before it*: hash(i) = SHA-256(hash(i-1) | token ids of block i,
 little-endian int32 | extra fields). The root hash hashes typed fields (name, length, value), so that no two
-different prefixes can spell the same bytes; adapters and images will add fields there and to the blocks they overlap.
+different prefixes can spell the same bytes. What else the contents depend on is an Identity: fields of the whole prompt
+go into the root hash, spans into the hashes of the blocks that they overlap.
 Nothing depends on the process: two schedulers agree on every block hash."""
 
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 from hashlib import sha256
 
 _NEVER = 1 << 62
 
 
-def root_hash(block_size: int, cache_salt: str) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What the KV of a prompt depends on beside its token ids.
+
+    fields: (name, value) for the whole prompt. spans: (offset, length, hash) of inputs that stand in place of tokens;
+    offset and length in tokens of the prompt."""
+
+    fields: tuple[tuple[bytes, bytes], ...] = ()
+    spans: tuple[tuple[int, int, bytes], ...] = ()
+
+    def __add__(self, other: Identity) -> Identity:
+        return Identity(self.fields + other.fields, self.spans + other.spans)
+
+
+NO_IDENTITY = Identity()
+
+
+def root_hash(block_size: int, cache_salt: str, fields: tuple[tuple[bytes, bytes], ...] = ()) -> bytes:
     """Parent of a prompt's first block. Requests share blocks only when this is equal."""
     hasher = sha256(b"stepfence.kv.1")
-    for name, value in ((b"block_size", str(block_size).encode()), (b"salt", cache_salt.encode())):
-        hasher.update(b"%d:%b%d:%b" % (len(name), name, len(value), value))
+    for name, value in ((b"block_size", str(block_size).encode()), (b"salt", cache_salt.encode()), *fields):
+        hasher.update(_typed(name, value))
     return hasher.digest()
+
+
+def _typed(name: bytes, value: bytes) -> bytes:
+    return b"%d:%b%d:%b" % (len(name), name, len(value), value)
 
 
 class HashChain:
     """Hashes of one request's full blocks, computed only as far as asked for: a look-up stops at its first miss, and
     caching needs what the step computes."""
 
-    __slots__ = ("_root", "block_size", "hashes", "first_cache_at")
+    __slots__ = ("_root", "_spans", "block_size", "hashes", "first_cache_at")
 
-    def __init__(self, block_size: int, cache_salt: str, *, enabled: bool) -> None:
+    def __init__(self, block_size: int, cache_salt: str, *, enabled: bool, identity: Identity = NO_IDENTITY) -> None:
         self.block_size = block_size
         self.hashes: list[bytes] = []
-        self._root = root_hash(block_size, cache_salt) if enabled else b""
+        self._root = root_hash(block_size, cache_salt, identity.fields) if enabled else b""
+        self._spans = identity.spans
         # Tokens at which the first block is full; never, without a prefix cache.
         self.first_cache_at = block_size if enabled else _NEVER
 
@@ -41,8 +65,20 @@ class HashChain:
         while len(hashes) <= index:
             start = len(hashes) * size
             parent = hashes[-1] if hashes else self._root
-            hashes.append(sha256(parent + tokens[start : start + size].tobytes()).digest())
+            content = parent + tokens[start : start + size].tobytes()
+            if self._spans:
+                content += self._inputs_at(start)
+            hashes.append(sha256(content).digest())
         return hashes[index]
+
+    def _inputs_at(self, start: int) -> bytes:
+        """The spans that overlap the block at position `start`, each with its place relative to the block."""
+        end = start + self.block_size
+        return b"".join(
+            _typed(b"%d" % (offset - start), value)
+            for offset, length, value in self._spans
+            if offset < end and offset + length > start
+        )
 
 
 class PrefixIndex:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from scheduler_svc.core.events import EndReason, RequestArrived, ResourceEvent, StepAcked
 from scheduler_svc.core.inflight import StepRecord
+from scheduler_svc.core.kv.prefix_index import NO_IDENTITY, Identity
 from scheduler_svc.core.output import StepColumns
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.rank import RankState
@@ -51,6 +52,11 @@ class Resource:
     reasons: tuple[SkipReason, ...] = ()
 
     # --- may it start? --------------------------------------------------------------------------------------------
+
+    def identity(self, event: RequestArrived) -> Identity:
+        """What the KV of the request's prompt depends on beside its token ids: requests share blocks only if it is
+        equal."""
+        return NO_IDENTITY
 
     def on_arrive(self, request: Request, event: RequestArrived) -> None:
         """A request was accepted. May block it, or set needs_result_first."""

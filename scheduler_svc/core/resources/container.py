@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from scheduler_svc.core.events import RequestArrived, ResourceEvent, StepAcked
 from scheduler_svc.core.inflight import StepRecord
+from scheduler_svc.core.kv.prefix_index import NO_IDENTITY, Identity
 from scheduler_svc.core.plan import Claims, StepPlan
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.reasons import SkipReason
@@ -38,6 +39,7 @@ class Resources:
             withdraws=self._answers("withdraw")[::-1],
             builds=self._answers("build"),
         )
+        self._identities: tuple[Callable[[RequestArrived], Identity], ...] = self._answers("identity")
         self._arrivals: tuple[Callable[[Request, RequestArrived], None], ...] = self._answers("on_arrive")
         self._events: tuple[Callable[[ResourceEvent, Mapping[str, Request]], None], ...] = self._answers("on_event")
         self._run_ends: tuple[Callable[[Run, RunEnd], None], ...] = self._answers("on_run_end")
@@ -58,6 +60,10 @@ class Resources:
         found = self.find(kind)
         assert found is not None, f"{kind.__name__} is off"
         return found
+
+    def identity(self, event: RequestArrived) -> Identity:
+        """What all resources say that the KV of a prompt depends on."""
+        return sum((answer(event) for answer in self._identities), NO_IDENTITY)
 
     def on_arrive(self, request: Request, event: RequestArrived) -> None:
         """See Resource."""

@@ -9,7 +9,7 @@ import pytest
 
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.kv.manager import KvManager
-from scheduler_svc.core.kv.prefix_index import HashChain, PrefixIndex, root_hash
+from scheduler_svc.core.kv.prefix_index import HashChain, Identity, PrefixIndex, root_hash
 from scheduler_svc.core.stats import PrefixStats
 from tests.support.core_harness import World
 
@@ -45,6 +45,36 @@ def test_the_form_of_a_block_hash_is_fixed() -> None:
     root = sha256(b"stepfence.kv.1" + b"10:block_size1:4" + b"4:salt1:x").digest()
     block = b"".join(token.to_bytes(4, "little") for token in (1, 2, 3, 70_000))
     assert hashes([1, 2, 3, 70_000], salt="x") == [sha256(root + block).digest()]
+
+
+def hashes_with(identity: Identity, tokens: list[int]) -> list[bytes]:
+    chain = HashChain(4, "", enabled=True, identity=identity)
+    return [chain.block_hash(i, array("i", tokens)) for i in range(len(tokens) // 4)]
+
+
+def test_fields_part_prompts_from_the_first_block_on() -> None:
+    plain, tokens = hashes(list(range(12))), list(range(12))
+    assert hashes_with(Identity(), tokens) == plain
+    one, two = (hashes_with(Identity(fields=((b"adapter", name),)), tokens) for name in (b"one", b"two"))
+    assert not set(plain) & set(one) and not set(one) & set(two) and not set(plain) & set(two)
+    assert hashes_with(Identity(fields=((b"adapter", b"one"),)), tokens) == one
+
+
+def test_spans_part_prompts_from_the_first_block_they_overlap_on() -> None:
+    tokens = list(range(16))
+    plain = hashes(tokens)
+    image = hashes_with(Identity(spans=((5, 3, b"image"),)), tokens)
+    assert image[0] == plain[0] and not set(image[1:]) & set(plain)
+    other = hashes_with(Identity(spans=((5, 3, b"other"),)), tokens)
+    moved = hashes_with(Identity(spans=((6, 2, b"image"),)), tokens)
+    assert other[0] == moved[0] == plain[0] and not set(other[1:]) & set(image) and not set(moved[1:]) & set(image)
+
+
+def test_a_span_over_two_blocks_counts_in_both() -> None:
+    """The second block of one prompt is the first of another's: the place of the input within the block decides."""
+    tokens = list(range(12))
+    long, short = (hashes_with(Identity(spans=((2, length, b"image"),)), tokens) for length in (4, 2))
+    assert long[0] == short[0] and long[1] != short[1]
 
 
 def test_block_hashes_are_made_when_asked_for_and_kept() -> None:

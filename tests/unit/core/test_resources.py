@@ -9,7 +9,8 @@ import pytest
 
 from scheduler_svc.core import reasons, rows
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.events import EndReason
+from scheduler_svc.core.events import EndReason, RequestArrived
+from scheduler_svc.core.kv.prefix_index import Identity
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.reasons import SkipReason
@@ -58,6 +59,26 @@ def test_reasons_have_names_of_their_own() -> None:
     names = [one.name for one in ALL_REASONS]
     assert len(set(names)) == len(names) > len(reasons.ALL)
     assert {one for kind in KINDS for one in kind.reasons} <= set(ALL_REASONS)
+
+
+class Adapters(Resource):
+    """The adapter of a request is the first letter of its id; one whose id ends with "!" has an image in its prompt."""
+
+    def identity(self, event: RequestArrived) -> Identity:
+        spans = ((4, 2, b"image"),) if event.request_id.endswith("!") else ()
+        return Identity(((b"adapter", event.request_id[:1].encode()),), spans)
+
+
+def test_requests_share_blocks_only_if_their_kv_depends_on_the_same() -> None:
+    world = World(CONFIG, resources=[Adapters(), Quota(9)])
+    prompt = list(range(13))
+    hits = {}
+    for name in ("a1", "a2", "b1", "a3!", "a4!"):
+        client = world.submit(name, prompt, 1)
+        world.run()
+        assert client.ended is not None
+        hits[name] = client.ended.usage.num_cached_tokens
+    assert hits == {"a1": 0, "a2": 12, "b1": 0, "a3!": 4, "a4!": 12}
 
 
 # --- a step -------------------------------------------------------------------------------------------------------
