@@ -9,6 +9,7 @@ import pytest
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.events import EndReason, RequestPreempted, RowFailed, StepAcked, WorkerProtocolError
 from tests.support.core_harness import World
+from tests.support.loader import Loader
 
 CONFIG = SchedulerConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64, max_inflight_steps=2)
 PROMPT = list(range(20, 44))
@@ -153,3 +154,28 @@ def test_d51_row_errors_that_do_not_fit_are_a_wrong_answer(counts: list[int] | N
     with pytest.raises(WorkerProtocolError):
         world.scheduler.handle(StepAcked("r0", 1, record.step_seq, sampled, counts, failed))
     assert world.rank().window.oldest is record
+
+
+def test_d51_a_request_that_is_set_aside_on_top_of_such_blocks_gives_them_up() -> None:
+    """Its blocks are kept for the load, which goes on; then everything is loaded again."""
+    loader = Loader(16)
+    world = World(replace(CONFIG, max_num_batched_tokens=64), resources=[loader])
+    world.submit("bad", PROMPT[:9], 9)
+    world.schedule()
+    client = world.submit("load", PROMPT, 5)
+    world.schedule()
+    run = world.run_of("load")
+    assert run.is_set_aside and (run.settled, run.in_flight) == (8, 8)
+    fail(world, "bad")
+    assert run.ended and not world.rank().set_aside and [hold.run for hold in world.rank().kv.holds.values()] == [run]
+    assert len(world.rank().kv.pool.index) == 0
+    loader.end(world.rank(), run, 8)
+    world.ack()
+    world.schedule()
+    again = world.run_of("load")
+    assert again is not run and again.settled == 0
+    loader.end(world.rank(), again, 0)
+    world.run()
+    assert client.reason is EndReason.LENGTH
+    world.check_texts()
+    world.check_idle()
