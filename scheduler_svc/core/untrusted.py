@@ -1,7 +1,8 @@
 """Rows that failed alone (D51): the request ends, and no request uses again what its row wrote into KV.
 
 Blocks are cached when a step is dispatched, so others may have found blocks of such a row before its failure was known.
-Whatever they computed on top of those is not to be trusted either.
+Whatever they computed on top of those is not to be trusted either. What a run has cached that ended before any row of
+it sampled is not known to be wrong: the next request that finds it fails, and takes it out of the index.
 """
 
 from __future__ import annotations

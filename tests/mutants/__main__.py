@@ -30,7 +30,7 @@ _TESTS = ("tests/unit/__init__.py", "tests/unit/core", "tests/conformance")
 _UNIT = (
     *("block_pool", "prefix_index", "queues", "policy", "plan", "submission", "drafts", "resources", "set_aside"),
     *("inflight", "several_ranks", "quarantine", "time", "pause_and_reset", "throttle", "unpinned", "traps", "explain"),
-    "field_cases",
+    *("row_errors", "field_cases"),
 )
 _STAGES = (tuple(f"tests/unit/core/test_{name}.py" for name in _UNIT), ("tests/conformance",))
 # A test that takes so long has met a fault that loops. Seconds.

@@ -536,12 +536,6 @@ FAULTS: tuple[Fault, ...] = (
         "n",
     ),
     Fault(
-        "results from before a reset are kept",
-        "scheduler:Scheduler._preempt_for_reset",
-        "rank.window.drop(request)",
-        "pass",
-    ),
-    Fault(
         "results of an ended epoch are taken",
         "settlement:acknowledge",
         "rank is None or rank.epoch != event.epoch",
@@ -690,6 +684,49 @@ FAULTS: tuple[Fault, ...] = (
         "a live id is accepted again",
         "submission:_refusal_before_sizes",
         "event.request_id in state.requests",
+        "False",
+    ),
+    # --- failed rows ---
+    Fault(
+        "blocks of a failed row stay in the prefix index",
+        "kv.manager:KvManager.forget_blocks",
+        "for block in blocks:\n    index.remove(block)",
+        "pass",
+    ),
+    Fault(
+        "blocks of a failed run that has ended are not looked for",
+        "kv.manager:KvManager.forget_blocks",
+        "self.caching",
+        "False",
+    ),
+    Fault(
+        "who shares blocks with one that shares blocks with a failed row keeps its KV",
+        "untrusted:_forget",
+        "to_look_at.append(other)",
+        "pass",
+    ),
+    Fault(
+        "a request that is set aside keeps blocks of a failed row",
+        "untrusted:_forget",
+        "other not in found and (not blocks.isdisjoint(other.blocks))",
+        "other.row >= 0 and other not in found and (not blocks.isdisjoint(other.blocks))",
+    ),
+    Fault(
+        "results computed on top of a failed row are used",
+        "lifecycle:recompute",
+        "rank.window.drop(request)",
+        "pass",
+    ),
+    Fault(
+        "a failed row may have tokens",
+        "settlement:_checked",
+        "count == 0 if run.row in failed else min(least, most) <= count <= most",
+        "run.row in failed or min(least, most) <= count <= most",
+    ),
+    Fault(
+        "an error of a row that the step does not have is taken",
+        "settlement:_checked",
+        "not failed <= rows",
         "False",
     ),
 )
