@@ -21,6 +21,7 @@ from google.protobuf.message import Message as ProtoMessage
 from scheduler_svc.core.events import AbortCause, EndReason, RequestEnded, RowFailed, WorkerProtocolError
 from scheduler_svc.core.output import DeferredFree, NewRow, SchedulerOutput
 from scheduler_svc.core.stats import Usage
+from scheduler_svc.core.step_bytes import MAX_ID_BYTES, MAX_STOP_TOKEN_IDS
 from scheduler_svc.errors import Failure, SessionProtocolError, SessionRefused
 from scheduler_svc.errors import failure as ended_failure
 from stepfence.v1 import (
@@ -36,14 +37,10 @@ from stepfence.v1 import (
 # together.
 PROTOCOL_REVISION: Final = 2
 _FIRST_PROTOCOL_REVISION: Final = 2
-MAX_ID_BYTES: Final = 256
-MAX_STOP_TOKEN_IDS: Final = 128
 # Submits, cancels and ends of text in one frame of a front end, of each kind.
 MAX_FRAME_ITEMS: Final = 1024
 # As long as a name in DNS can be.
 MAX_HOST_CHARS: Final = 253
-# Larger than anything a row adds to a message besides its columns, id and sampling parameters: tags, lengths, numbers.
-_ROW_OVERHEAD: Final = 96
 # It travels on to the client in a header.
 _MAX_ROW_MESSAGE_CHARS: Final = 400
 _BIG_ENDIAN: Final = sys.byteorder == "big"
@@ -291,76 +288,22 @@ def encode_open(
     return worker_service_pb2.RunStepsRequest(open=opening).SerializeToString()
 
 
-def largest_row_bytes(max_model_len: int, block_size: int) -> int:
-    """Upper bound of what one request's entry into the batch takes in a step message."""
-    columns = 4 * max_model_len + 4 * -(-max_model_len // block_size)
-    # Every EOS and stop id takes up to five bytes; the EOS list has no limit of its own in the contract, so double.
-    return columns + MAX_ID_BYTES + 2 * 5 * MAX_STOP_TOKEN_IDS + _ROW_OVERHEAD
-
-
-def columns_bytes(num_rows: int, max_num_batched_tokens: int) -> int:
-    """Upper bound of a step message without new requests and deferred frees: columns, and ids of dropped requests."""
-    return num_rows * (MAX_ID_BYTES + 8) + 8 * max_num_batched_tokens + 16 * num_rows + 1024
-
-
-def encode_step(
-    output: SchedulerOutput,
-    step_seq: int,
-    processed_step_seq: int,
-    max_bytes: int,
-    *,
-    processed_progress_seq: int = 0,
-) -> list[bytes]:
-    """The frames that carry one step, at most max_bytes each; nearly always one.
-
-    What does not fit goes ahead in steps without tokens, which drop and add as any other: the frames are numbered from
-    step_seq on, and the last one computes. Numbers are those of the wire (they differ from the core's once a step was
-    cut).
-    """
-    groups = _split_rows(output.new_requests, max_bytes - columns_bytes(0, 0) - _fixed_bytes(output))
-    frames = []
-    for index, group in enumerate(groups):
-        message = worker_service_pb2.RunStepsRequest()
-        step = message.step
-        step.epoch = output.epoch
-        step.step_seq = step_seq + index
-        step.processed_step_seq = processed_step_seq
-        step.processed_progress_seq = processed_progress_seq
-        for row in group:
-            _add_row(step, row)
-        if index == 0:
-            step.preempted_request_ids.extend(output.preempted_request_ids)
-            step.finished_request_ids.extend(output.finished_request_ids)
-        if index < len(groups) - 1:
-            step.fence_seq = output.fence_seq - (1 if output.rows else 0)
-        else:
-            _fill_computation(step, output)
-            _add_deferred_frees(step, output.deferred_frees, max_bytes)
-        frames.append(message.SerializeToString())
-    return frames
-
-
-def _split_rows(rows: Sequence[NewRow], room: int) -> list[list[NewRow]]:
-    groups: list[list[NewRow]] = [[]]
-    used = 0
-    for row in rows:
-        size = (
-            4 * (len(row.token_ids) + len(row.block_table))
-            + 4 * len(row.request_id)
-            + len(row.sampling)
-            + _ROW_OVERHEAD
-        )
-        if groups[-1] and used + size > room:
-            groups.append([])
-            used = 0
-        groups[-1].append(row)
-        used += size
-    return groups
-
-
-def _fixed_bytes(output: SchedulerOutput) -> int:
-    ids = sum(4 * len(each) + 8 for each in (*output.preempted_request_ids, *output.finished_request_ids))
-    return ids + 4 * (3 * len(output.rows) + 2 * len(output.appended_rows) + len(output.draft_token_ids))
+def encode_step(output: SchedulerOutput, max_bytes: int, *, processed_progress_seq: int = 0) -> bytes:
+    """The frame that carries one step. The core plans steps so that they fit into max_bytes (core/step_bytes.py);
+    announcements of deferred frees for which there is no room are left out."""
+    message = worker_service_pb2.RunStepsRequest()
+    step = message.step
+    step.epoch = output.epoch
+    step.step_seq = output.step_seq
+    step.processed_step_seq = output.processed_step_seq
+    step.processed_progress_seq = processed_progress_seq
+    for row in output.new_requests:
+        _add_row(step, row)
+    step.preempted_request_ids.extend(output.preempted_request_ids)
+    step.finished_request_ids.extend(output.finished_request_ids)
+    _fill_computation(step, output)
+    _add_deferred_frees(step, output.deferred_frees, max_bytes)
+    return message.SerializeToString()
 
 
 def _add_row(step: step_pb2.SchedulerOutput, row: NewRow) -> None:

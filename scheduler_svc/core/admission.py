@@ -139,13 +139,12 @@ def _try_admit(
     if isinstance(n, SkipReason):
         return n
     slots = min(start + n + rank.kv.lookahead, plan.longest)
-    if not _fits(state, rank, plan, request, hits, slots):
-        return reasons.NO_BLOCKS
+    if (reason := _has_no_room(state, rank, plan, request, hits, slots)) is not None:
+        return reason
     run = _admit(state, rank, request, hits, start, slots)
     if extension is not None:
         extension.owner.begin(plan, run, extension)
-    plan.admitted.append(run)
-    plan.take(run, start, n)
+    plan.admit(run, start, n)
     return None
 
 
@@ -155,6 +154,15 @@ def _extension(state: CoreState, plan: StepPlan, request: Request, start: int) -
         if (answer := extend(plan, request, start)) is not None:
             return answer
     return None
+
+
+def _has_no_room(
+    state: CoreState, rank: RankState, plan: StepPlan, request: Request, hits: list[int], slots: int
+) -> SkipReason | None:
+    """Why a row of the request cannot be added to the step, although it has tokens left."""
+    if not plan.has_bytes_for(request, slots):
+        return reasons.STEP_TOO_LARGE
+    return None if _fits(state, rank, plan, request, hits, slots) else reasons.NO_BLOCKS
 
 
 def _fits(

@@ -95,6 +95,9 @@ class RankJoined:
     # The model's longest sequence; the effective limit is the smaller of it and the configured one.
     max_model_len: int
     vocab_size: int
+    # Bytes that the message of one step may take; None: any number. The longest request must fit beside the columns of
+    # a full step (step_bytes).
+    max_step_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

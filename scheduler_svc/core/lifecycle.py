@@ -37,7 +37,7 @@ def preempt(state: CoreState, rank: RankState, run: Run, *, beneficiary: str, ca
     account.preempted_at = max(rank.quiet_since, run.run_since) if cause == "rank_lost" else state.now
     account.preemption_cause = cause
     account.skip_reason, account.skipped_in_pass = reasons.PREEMPTED, state.num_passes
-    rank.preempted_ids.append(victim.request_id)
+    rank.preempted.append((victim.request_id, run.row))
     if cause in ("rank_lost", "rank_draining"):
         state.totals.num_requeued_after_worker_loss += 1
     else:
@@ -93,7 +93,8 @@ def finish(
     num_output_tokens: how many belong to it, when not all (a stop string).
     """
     rank, run = state.living(request), request.run
-    if request.status is not Status.RUNNING:
+    was_running = request.status is Status.RUNNING
+    if not was_running:
         state.queue.remove(request)
         state.unholdable_since.pop(request.request_id, None)
     if rank is not None and run is not None and not run.ended:
@@ -105,7 +106,7 @@ def finish(
     state.policy.on_finish(request)
     if rank is not None and run is not None and run.row >= 0:
         # Announce the end to the worker that has the request, or had it last.
-        rank.finished_ids.append(request.request_id)
+        rank.finished.append((request.request_id, run.row if was_running else -1))
     # A run knows its request: without this the two would keep each other alive.
     request.run = None
     _count(state, status)

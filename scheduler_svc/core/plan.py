@@ -14,6 +14,7 @@ from scheduler_svc.core.output import DeferredFree, NewRow, SchedulerOutput, Ste
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.request import CHUNK, Request, Run
 from scheduler_svc.core.stats import Totals
+from scheduler_svc.core.step_bytes import row_bytes
 
 # Longer than any sequence.
 _UNBOUNDED = 1 << 31
@@ -37,6 +38,7 @@ class StepPlan:
         "_claims",
         "_fence_needs",
         "admitted",
+        "bytes_left",
         "grown",
         "longest",
         "may_yield",
@@ -51,10 +53,18 @@ class StepPlan:
     )
 
     def __init__(
-        self, rank: RankState, tokens_left: int, *, longest: int = _UNBOUNDED, claims: Claims | None = None
+        self,
+        rank: RankState,
+        tokens_left: int,
+        *,
+        longest: int = _UNBOUNDED,
+        claims: Claims | None = None,
+        column_bytes: int = 0,
     ) -> None:
         self.rank = rank
         self.tokens_left = tokens_left
+        # Of the message, for the entries of admitted requests; None: any number.
+        self.bytes_left = None if rank.max_step_bytes is None else rank.max_step_bytes - column_bytes
         # Of any sequence, in tokens.
         self.longest = longest
         # Rows in scheduling order: running ones, then admitted ones.
@@ -92,6 +102,26 @@ class StepPlan:
     @property
     def awaits_fence(self) -> bool:
         return bool(self._fence_needs)
+
+    def has_bytes_for(self, request: Request, num_slots: int) -> bool:
+        """Whether the message has room for the entry of a request with blocks for so many tokens. The first one always
+        fits, unless more requests are to be dropped than one message can name."""
+        if self.bytes_left is None:
+            return True
+        if len(self.rank.preempted) + len(self.rank.finished) > self.rank.num_rows:
+            return False
+        return not self.admitted or self._entry_bytes(request, num_slots) <= self.bytes_left
+
+    def admit(self, run: Run, start: int, n: int) -> None:
+        """The first row of a run, whose request enters the worker's batch in full."""
+        if self.bytes_left is not None:
+            self.bytes_left -= self._entry_bytes(run.request, run.capacity)
+        self.admitted.append(run)
+        self.take(run, start, n)
+
+    def _entry_bytes(self, request: Request, num_slots: int) -> int:
+        num_blocks = self.rank.kv.blocks_for(num_slots)
+        return row_bytes(request.num_tokens, num_blocks, request.request_id, request.sampling)
 
     # --- changes --------------------------------------------------------------------------------------------------
 
@@ -154,6 +184,7 @@ class StepPlan:
         # Resumed requests come after new ones, as in the reference.
         new_requests = tuple(_new_row(run) for run in sorted(self.admitted, key=_was_preempted))
         expected, num_sampling = self._commit(fence_seq, totals)
+        preempted, finished = rank.take_dropped()
         columns = StepColumns()
         for build in self._claims.builds:
             build(self, columns)
@@ -168,8 +199,8 @@ class StepPlan:
             num_tokens=array("i", self.num_tokens),
             appended_rows=array("i", [run.row for run, blocks in self.grown.items() for _ in blocks]),
             appended_blocks=array("i", [b for blocks in self.grown.values() for b in blocks]),
-            preempted_request_ids=tuple(rank.preempted_ids),
-            finished_request_ids=tuple(rank.finished_ids),
+            preempted_request_ids=tuple(request_id for request_id, _ in preempted),
+            finished_request_ids=tuple(request_id for request_id, _ in finished),
             deferred_frees=tuple(
                 DeferredFree(f.fence, f.request_id, f.blocks, f.reason) for f in rank.kv.parked.unannounced
             ),
@@ -186,10 +217,9 @@ class StepPlan:
                 expected=expected,
                 num_sampling=num_sampling,
                 yields_more=bool(self.may_yield),
-                released_rows=rank.released_rows,
+                released_rows=[row for _, row in (*preempted, *finished) if row >= 0],
             )
         )
-        rank.released_rows, rank.preempted_ids, rank.finished_ids = [], [], []
         rank.kv.parked.unannounced = []
         return output
 

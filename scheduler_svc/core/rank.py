@@ -24,18 +24,18 @@ class RankState:
 
     __slots__ = (
         "epoch",
-        "finished_ids",
+        "finished",
         "free_rows",
         "is_draining",
         "kv",
         "last_pass",
         "last_pass_fence",
+        "max_step_bytes",
         "name",
         "num_rows",
-        "preempted_ids",
+        "preempted",
         "prefills",
         "quiet_since",
-        "released_rows",
         "reservation",
         "running",
         "set_aside",
@@ -55,10 +55,12 @@ class RankState:
         *,
         deferring: bool,
         lookahead: int = 0,
+        max_step_bytes: int | None = None,
     ) -> None:
         self.name = name
         self.epoch = epoch
         self.vocab_size = vocab_size
+        self.max_step_bytes = max_step_bytes
         self.kv = KvManager(
             num_blocks,
             config.block_size,
@@ -76,10 +78,10 @@ class RankState:
         self.prefills: dict[Run, None] = {}
         self.num_rows = config.num_rows
         self.free_rows = list(range(self.num_rows - 1, -1, -1))
-        # To be told to the worker with the next step.
-        self.released_rows: list[int] = []
-        self.preempted_ids: list[str] = []
-        self.finished_ids: list[str] = []
+        # Requests that the next step drops, in order, each with the row that is free once that step is acknowledged, or
+        # -1 if it had none any more.
+        self.preempted: list[tuple[str, int]] = []
+        self.finished: list[tuple[str, int]] = []
         self.throttle = Throttle(config.prefill_schedule_interval)
         self.is_draining = False
         # When its newest result came, or a step went out while none was in flight: should the rank be lost, what ran
@@ -126,13 +128,11 @@ class RankState:
             run.clear(CHUNK)
 
     def remove(self, run: Run) -> None:
-        """Take out of running, or out of those set aside. A row is free again once the step that announces it is
-        acknowledged."""
+        """Take out of running, or out of those set aside. The caller announces it, and with it the row."""
         if run.row < 0:
             del self.set_aside[run]
             return
         del self.running[run]
-        self.released_rows.append(run.row)
         self.prefills.pop(run, None)
 
     def reuse_rows(self, rows: list[int]) -> None:
@@ -153,4 +153,17 @@ class RankState:
     @property
     def has_news(self) -> bool:
         """Whether the worker must hear of ids although no row runs."""
-        return bool(self.preempted_ids or self.finished_ids)
+        return bool(self.preempted or self.finished)
+
+    @property
+    def released_rows(self) -> list[int]:
+        """Rows that are free once the requests that had them are announced as dropped."""
+        return [row for _, row in (*self.preempted, *self.finished) if row >= 0]
+
+    def take_dropped(self) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+        """What one step announces: preempted and finished requests, at most as many as there are rows if messages are
+        bounded. The rest waits for the next step."""
+        most = len(self.finished) if self.max_step_bytes is None else max(0, self.num_rows - len(self.preempted))
+        taken = self.preempted, self.finished[:most]
+        self.preempted, self.finished = [], self.finished[most:]
+        return taken

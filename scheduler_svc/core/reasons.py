@@ -41,6 +41,7 @@ NO_BUDGET = SkipReason("NO_BUDGET", "the step's tokens are spent")
 
 SEQUENCE_LIMIT = SkipReason("SEQUENCE_LIMIT", "max_num_seqs requests are running")
 NO_BLOCKS = SkipReason("NO_BLOCKS", "too few KV blocks are free")
+STEP_TOO_LARGE = SkipReason("STEP_TOO_LARGE", "the message of the step has no room for it")
 PROMPT_EXCEEDS_STEP = SkipReason("PROMPT_EXCEEDS_STEP", "without chunked prefill the whole prompt must fit in the step")
 STEP_PREEMPTS = SkipReason("STEP_PREEMPTS", "a step that preempts admits nobody")
 FENCE_AWAITED = SkipReason(

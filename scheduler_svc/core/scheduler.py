@@ -48,6 +48,7 @@ from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.request import QUEUED, Request, RunEnd, Status
 from scheduler_svc.core.state import CoreState
 from scheduler_svc.core.stats import Totals
+from scheduler_svc.core.step_bytes import columns_bytes
 from scheduler_svc.core.views import Explanation, RankAuditFacts, RankView
 
 
@@ -146,6 +147,7 @@ class Scheduler:
             0 if state.pause is PauseState.PAUSED_ALL else state.config.step_budget,
             longest=state.max_model_len,
             claims=state.resources.claims,
+            column_bytes=columns_bytes(rank.num_rows, state.config.max_num_batched_tokens),
         )
         defer = rank.throttle.defers_prefills(rank.num_decodes)
         skips, was_idle = state.totals.skips, not len(rank.window)
@@ -264,6 +266,7 @@ class Scheduler:
             state.config,
             deferring=state.deferring_frees,
             lookahead=state.resources.lookahead,
+            max_step_bytes=event.max_step_bytes,
         )
         state.ranks[event.rank].kv.stats = state.totals.prefix
         state.no_rank_since = None

@@ -89,7 +89,7 @@ def _rank(
         tuple(name(b) if pool.index.hash_of(b) else None for b in pool.free_order()),
         _hashes(rank, name, hash_name),
         tuple(_record(record, order, acked) for record in rank.window.records),
-        (tuple(rank.preempted_ids), tuple(rank.finished_ids)) if with_ids else rank.has_news,
+        (tuple(rank.preempted), tuple(rank.finished)) if with_ids else rank.has_news,
         (rank.throttle.capacity_bound, rank.throttle.num_steps) if is_throttled else None,
         # Compared by identity: a search that forgets names runs without resources that have a state.
         tuple(resource.snapshot(rank) for resource in state.resources),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from scheduler_svc import codec
 from scheduler_svc.codec import WorkerCapabilities, WorkerFeature
+from scheduler_svc.core.step_bytes import columns_bytes, largest_row_bytes
 from scheduler_svc.errors import RankUnfit
 
 
@@ -79,7 +80,7 @@ def check_limits(capabilities: WorkerCapabilities, config: SessionConfig) -> Non
         names = ", ".join(feature.name for feature in missing)
         raise RankUnfit(f"it does not have {names}, which --num-speculative-tokens needs: set it to 0")
     longest = min(config.max_model_len, capabilities.model.max_model_len)
-    needed = codec.largest_row_bytes(longest, config.block_size) + codec.columns_bytes(
+    needed = largest_row_bytes(longest, config.block_size) + columns_bytes(
         config.num_rows, config.max_num_batched_tokens
     )
     if needed > capabilities.max_message_bytes:

@@ -170,7 +170,7 @@ class WorkerSession:
         self._capabilities: WorkerCapabilities | None = None
         self._incarnation = 0
         self._drained_incarnation: int | None = None
-        self._window = StepWindow(config.max_inflight_steps, 0)
+        self._window = StepWindow(0)
         self._lost_at: float | None = None
         self._num_failures = 0
 
@@ -343,7 +343,7 @@ class WorkerSession:
         model = capabilities.model
         self._model.adopt(model)
         self._incarnation = capabilities.worker_incarnation
-        self._window = StepWindow(self._config.max_inflight_steps, capabilities.max_message_bytes)
+        self._window = StepWindow(capabilities.max_message_bytes)
         self._was_joined = True
         self._is_leaving = False
         self.num_rows_held = 0
@@ -361,6 +361,7 @@ class WorkerSession:
             num_blocks=opened.num_blocks,
             max_model_len=model.max_model_len,
             vocab_size=model.vocab_size,
+            max_step_bytes=capabilities.max_message_bytes,
         )
         return [Say(logging.INFO, "rank up", fields), Joined(event), Transmit()]
 
@@ -399,15 +400,10 @@ class WorkerSession:
     def _result(self, result: StepResult, now: float) -> list[Action]:
         if result.epoch != self.epoch:
             raise WorkerProtocolError(f"a result of epoch {result.epoch} in epoch {self.epoch}")
-        acknowledged = self._window.acknowledge(result, now)
+        rtt_s = self._window.acknowledge(result, now)
         self.num_rows_held = result.num_rows_held
-        actions: list[Action] = [Transmit()] if self._window.has_frame_to_send else []
-        if acknowledged.core_seq is not None:
-            event = StepAcked(
-                self.rank, self.epoch, acknowledged.core_seq, result.sampled, result.counts, result.row_errors
-            )
-            actions.append(Acked(event, acknowledged.rtt_s, result.staged_us * 1e-6, result.executed_us * 1e-6))
-        return actions
+        event = StepAcked(self.rank, self.epoch, result.step_seq, result.sampled, result.counts, result.row_errors)
+        return [Acked(event, rtt_s, result.staged_us * 1e-6, result.executed_us * 1e-6)]
 
     def _progress(self, frame: WorkerProgress) -> list[Action]:
         if frame.epoch != self.epoch:
@@ -473,7 +469,7 @@ class WorkerSession:
         self._move(Move.END)
         self._is_leaving = False
         self._register.release(self._incarnation, self.rank)
-        self._window = StepWindow(self._config.max_inflight_steps, 0)
+        self._window = StepWindow(0)
         self._lost_at = None
         self.num_rows_held = 0
         self.cause = reason

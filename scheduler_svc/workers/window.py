@@ -21,40 +21,24 @@ _FIRST_STEPS: Final = 3
 
 @dataclass(slots=True)
 class _Frame:
-    """One step frame until its result is in. core_seq None: it only carries what did not fit into the next one
-    (codec.encode_step)."""
+    """One step frame until its result is in."""
 
-    wire_seq: int
-    core_seq: int | None
+    step_seq: int
     data: bytes
     sent_at: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Acknowledged:
-    """A result that was expected. core_seq: the core's number of the step, None when the core does not know the frame.
-    rtt_s: seconds from first sending to the result."""
-
-    core_seq: int | None
-    rtt_s: float
 
 
 class StepWindow:
     """Frames of one epoch, oldest first. The first `num_sent` of them are on the present stream.
 
-    max_unacknowledged: frames that may wait at the worker at once, as it was announced at open.
-    max_message_bytes: the largest frame the worker takes.
+    max_message_bytes: the largest frame the worker takes. The core plans its steps so that they fit.
     """
 
-    def __init__(self, max_unacknowledged: int, max_message_bytes: int) -> None:
-        self._max_unacknowledged = max_unacknowledged
+    def __init__(self, max_message_bytes: int) -> None:
         self._max_message_bytes = max_message_bytes
         self._frames: deque[_Frame] = deque()
         self._num_sent = 0
-        self._next_wire_seq = 1
-        # (core step_seq, its wire number) of steps that the core may still name as processed.
-        self._wire_numbers: deque[tuple[int, int]] = deque()
-        self._processed_wire_seq = 0
+        self._newest_seq = 0
         self._processed_progress_seq = 0
         # Since when the oldest frame has been the oldest one that was sent.
         self._oldest_since = 0.0
@@ -65,30 +49,18 @@ class StepWindow:
 
     @property
     def newest_seq(self) -> int:
-        """Wire number of the newest frame; 0 before the first."""
-        return self._next_wire_seq - 1
+        """Number of the newest step; 0 before the first."""
+        return self._newest_seq
 
     @property
     def num_acknowledged(self) -> int:
         return self.newest_seq - len(self._frames)
 
     def queue(self, output: SchedulerOutput) -> None:
-        """Append a step; it is cut into several frames when it does not fit into one."""
-        while self._wire_numbers and self._wire_numbers[0][0] <= output.processed_step_seq:
-            self._processed_wire_seq = self._wire_numbers.popleft()[1]
-        first = self._next_wire_seq
-        frames = codec.encode_step(
-            output,
-            first,
-            self._processed_wire_seq,
-            self._max_message_bytes,
-            processed_progress_seq=self._processed_progress_seq,
-        )
-        self._next_wire_seq += len(frames)
-        for index, data in enumerate(frames):
-            is_last = index == len(frames) - 1
-            self._frames.append(_Frame(first + index, output.step_seq if is_last else None, data))
-        self._wire_numbers.append((output.step_seq, first + len(frames) - 1))
+        """Append a step."""
+        data = codec.encode_step(output, self._max_message_bytes, processed_progress_seq=self._processed_progress_seq)
+        self._frames.append(_Frame(output.step_seq, data))
+        self._newest_seq = output.step_seq
 
     def take_progress(self, progress_seq: int) -> bool:
         """Whether this progress is news: what was handled before a stream was lost is sent again. Later steps tell the
@@ -106,10 +78,10 @@ class StepWindow:
 
     @property
     def has_frame_to_send(self) -> bool:
-        return self._num_sent < min(len(self._frames), self._max_unacknowledged)
+        return self._num_sent < len(self._frames)
 
     def take_frame(self, now: float) -> bytes | None:
-        """The next frame for the present stream; None when there is none, or the worker's window is full."""
+        """The next frame for the present stream; None when there is none."""
         if not self.has_frame_to_send:
             return None
         frame = self._frames[self._num_sent]
@@ -120,23 +92,21 @@ class StepWindow:
                 self._oldest_since = now
         return frame.data
 
-    def acknowledge(self, result: StepResult, now: float) -> Acknowledged:
-        """Take the result of the oldest frame out of the window.
+    def acknowledge(self, result: StepResult, now: float) -> float:
+        """Take the result of the oldest frame out of the window. Returns the seconds since the frame was first sent.
 
         Raises WorkerProtocolError for any other result, LinkRejected for a step that failed (contract rule 8).
         """
         frame = self._frames[0] if self._num_sent else None
-        if frame is None or result.step_seq != frame.wire_seq:
-            expected = "none" if frame is None else f"step {frame.wire_seq}"
+        if frame is None or result.step_seq != frame.step_seq:
+            expected = "none" if frame is None else f"step {frame.step_seq}"
             raise WorkerProtocolError(f"a result of step {result.step_seq}, expected {expected}")
         if result.error is not None:
             raise LinkRejected("step failed", f"step {result.step_seq}: {result.error}")
-        if frame.core_seq is None and result.sampled:
-            raise WorkerProtocolError(f"step {result.step_seq} has no tokens, its result has {len(result.sampled)}")
         self._frames.popleft()
         self._num_sent -= 1
         self._oldest_since = now
-        return Acknowledged(frame.core_seq, now - (now if frame.sent_at is None else frame.sent_at))
+        return now - (now if frame.sent_at is None else frame.sent_at)
 
     def overdue(self, now: float, step_watchdog_s: float, first_steps_watchdog_s: float) -> str | None:
         """Why the oldest frame has waited for its result for too long; None when it has not."""
@@ -144,11 +114,11 @@ class StepWindow:
         if oldest is None or oldest.sent_at is None:
             return None
         limit_s = step_watchdog_s
-        if oldest.wire_seq <= _FIRST_STEPS:
+        if oldest.step_seq <= _FIRST_STEPS:
             limit_s = max(limit_s, first_steps_watchdog_s)
         if now - self._oldest_since < limit_s:
             return None
-        return f"watchdog: no result of step {oldest.wire_seq} within {limit_s:g} s"
+        return f"watchdog: no result of step {oldest.step_seq} within {limit_s:g} s"
 
     def postpone(self, seconds: float) -> None:
         """This process stood still for so long: results may be waiting to be read."""

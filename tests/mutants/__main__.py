@@ -29,8 +29,8 @@ _TESTS = ("tests/unit/__init__.py", "tests/unit/core", "tests/conformance")
 # In the order in which they are run: the quick and pointed ones first, recorded truths only if those notice nothing.
 _UNIT = (
     *("block_pool", "prefix_index", "queues", "policy", "plan", "submission", "drafts", "resources", "set_aside"),
-    *("inflight", "several_ranks", "quarantine", "time", "pause_and_reset", "throttle", "unpinned", "traps", "explain"),
-    *("row_errors", "field_cases"),
+    *("step_bytes", "inflight", "several_ranks", "quarantine", "time", "pause_and_reset", "throttle", "unpinned"),
+    *("traps", "explain", "row_errors", "field_cases"),
 )
 _STAGES = (tuple(f"tests/unit/core/test_{name}.py" for name in _UNIT), ("tests/conformance",))
 # A test that takes so long has met a fault that loops. Seconds.

@@ -431,6 +431,30 @@ FAULTS: tuple[Fault, ...] = (
         "verdict.puts_aside",
         "False",
     ),
+    Fault(
+        "the message of a step has no limit",
+        "plan:StepPlan.has_bytes_for",
+        "not self.admitted or self._entry_bytes(request, num_slots) <= self.bytes_left",
+        "True",
+    ),
+    Fault(
+        "a request that alone exceeds a message never starts",
+        "plan:StepPlan.has_bytes_for",
+        "not self.admitted",
+        "False",
+    ),
+    Fault(
+        "more ends are announced than a message has room for",
+        "rank:RankState.take_dropped",
+        "max(0, self.num_rows - len(self.preempted))",
+        "len(self.finished)",
+    ),
+    Fault(
+        "an id is used again before its end is announced",
+        "plan:StepPlan.has_bytes_for",
+        "len(self.rank.preempted) + len(self.rank.finished) > self.rank.num_rows",
+        "False",
+    ),
     # --- prefix cache ---
     Fault(
         "a block is cached before it is full",
@@ -562,8 +586,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a row is reused at once",
         "rank:RankState.remove",
-        "self.released_rows",
-        "self.free_rows",
+        "self.prefills.pop(run, None)",
+        "self.prefills.pop(run, None)\nself.free_rows.append(run.row)",
     ),
     Fault(
         "the window is one step too deep",

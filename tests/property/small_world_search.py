@@ -421,8 +421,7 @@ class _Copies:
 def _clone_rank(old: RankState, copies: _Copies) -> RankState:
     new = copies.ranks[old]
     _copy_rank(old, new)
-    new.free_rows, new.released_rows = old.free_rows[:], old.released_rows[:]
-    new.finished_ids, new.preempted_ids = old.finished_ids[:], old.preempted_ids[:]
+    new.free_rows, new.finished, new.preempted = old.free_rows[:], old.finished[:], old.preempted[:]
     new.running = {copies.run(run): None for run in old.running}
     new.set_aside = {copies.run(run): None for run in old.set_aside}
     new.prefills = {copies.run(run): None for run in old.prefills}

@@ -117,7 +117,7 @@ def apply_late_results(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def take_any(self: WorkerSession, result: StepResult, now: float) -> list[Action]:
         if self._window._num_sent:
-            result = replace(result, epoch=self.epoch, step_seq=self._window._frames[0].wire_seq)
+            result = replace(result, epoch=self.epoch, step_seq=self._window._frames[0].step_seq)
         return take_result(self, result, now)
 
     monkeypatch.setattr(Executor, "_collect", collect)

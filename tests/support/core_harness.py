@@ -325,12 +325,14 @@ class World:
         self.check()
         return effects
 
-    def join(self, name: str, num_blocks: int, *, max_model_len: int | None = None) -> None:
+    def join(
+        self, name: str, num_blocks: int, *, max_model_len: int | None = None, max_step_bytes: int | None = None
+    ) -> None:
         epoch = self.epochs[name] = self.epochs.get(name, 0) + 1
         self.workers[name] = StubWorker(self.config, num_blocks, self.sampler)
         self.answers[name] = deque()
         longest = self.config.max_model_len if max_model_len is None else max_model_len
-        self.handle(RankJoined(name, epoch, num_blocks, longest, VOCAB_SIZE))
+        self.handle(RankJoined(name, epoch, num_blocks, longest, VOCAB_SIZE, max_step_bytes))
 
     def lose(self, name: str, *, graceful: bool = False) -> None:
         """The worker dies with whatever it had not answered."""

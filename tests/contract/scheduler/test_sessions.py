@@ -13,7 +13,7 @@ import pytest
 from google.rpc import code_pb2, error_details_pb2
 from grpc_status import rpc_status
 
-from scheduler_svc.codec import MAX_STOP_TOKEN_IDS
+from scheduler_svc.core.step_bytes import MAX_STOP_TOKEN_IDS
 from stepfence.v1 import admin_service_pb2
 from stepfence.v1 import session_service_pb2 as pb
 from tests.support.scheduler_process import RunningScheduler, running_scheduler, until

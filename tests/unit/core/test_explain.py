@@ -134,6 +134,15 @@ def no_blocks() -> World:
     return world
 
 
+def step_too_large() -> World:
+    world = World(CONFIG, ranks={})
+    world.join("r0", 20, max_step_bytes=1)
+    world.submit("other", 5, 9)
+    world.submit("it", 5, 9)
+    world.schedule()
+    return world
+
+
 def prompt_exceeds_step() -> World:
     world = World(replace(CONFIG, enable_chunked_prefill=False, max_model_len=16))
     world.submit("other", 9, 4)
@@ -312,6 +321,7 @@ CASES: list[tuple[Callable[[], World], SkipReason]] = [
     (behind_preemption, reasons.BEHIND_PREEMPTION),
     (sequence_limit, reasons.SEQUENCE_LIMIT),
     (no_blocks, reasons.NO_BLOCKS),
+    (step_too_large, reasons.STEP_TOO_LARGE),
     (prompt_exceeds_step, reasons.PROMPT_EXCEEDS_STEP),
     (drafts_exceed_step, DRAFTS_EXCEED_STEP),
     (step_preempts, reasons.STEP_PREEMPTS),

@@ -1,4 +1,4 @@
-"""scheduler encode -> bytes -> worker decode, and the cutting of steps that are too large for one message."""
+"""scheduler encode -> bytes -> worker decode, and the bounds on the size of a message."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scheduler_svc import codec
 from scheduler_svc.core.events import WorkerProtocolError
 from scheduler_svc.core.output import DeferredFree, NewRow, SchedulerOutput
+from scheduler_svc.core.step_bytes import columns_bytes, largest_row_bytes, row_bytes
 from stepfence.v1 import sampling_pb2, step_pb2, worker_service_pb2
 from worker_svc import codec as worker_codec
 from worker_svc.runner.scripted import ScriptedRunner
@@ -63,15 +64,14 @@ def outputs(draw: st.DrawFn) -> SchedulerOutput:
     )
 
 
-def _steps(frames: list[bytes]) -> list[step_pb2.SchedulerOutput]:
-    return [worker_service_pb2.RunStepsRequest.FromString(frame).step for frame in frames]
+def _step(frame: bytes) -> step_pb2.SchedulerOutput:
+    return worker_service_pb2.RunStepsRequest.FromString(frame).step
 
 
 @given(outputs())
 @settings(max_examples=100, deadline=None)
 def test_what_the_scheduler_encodes_the_worker_decodes(output: SchedulerOutput) -> None:
-    (frame,) = codec.encode_step(output, output.step_seq, output.processed_step_seq, 1 << 24)
-    (message,) = _steps([frame])
+    message = _step(codec.encode_step(output, 1 << 24))
     step = worker_codec.decode_step(message, VOCAB)
     assert (step.epoch, step.step_seq, step.fence_seq) == (output.epoch, output.step_seq, output.fence_seq)
     assert step.processed_step_seq == output.processed_step_seq
@@ -90,27 +90,22 @@ def test_what_the_scheduler_encodes_the_worker_decodes(output: SchedulerOutput) 
     assert (free.fence_seq, free.request_id, free.reason) == (3, "gone", step_pb2.FREE_REASON_ABORTED)
 
 
-@given(outputs(), st.integers(1, 600))
+@given(outputs(), st.integers(0, 600))
 @settings(max_examples=200, deadline=None)
-def test_a_cut_step_says_the_same_in_messages_that_fit(output: SchedulerOutput, room: int) -> None:
-    # Room for one row at least, which the shell checks when it opens a rank.
-    limit = codec.largest_row_bytes(40, 4) + codec.columns_bytes(0, 0) + 300 + room
-    frames = codec.encode_step(output, 5, 4, limit)
-    steps = _steps(frames)
-    assert all(len(frame) <= limit for frame in frames)
-    assert [step.step_seq for step in steps] == list(range(5, 5 + len(steps)))
-    *ahead, last = steps
-    assert [new.request_id for step in steps for new in step.new_requests] == [
-        row.request_id for row in output.new_requests
-    ]
-    first = steps[0]
-    assert list(first.finished_request_ids) == list(output.finished_request_ids)
-    for step in ahead:
-        assert not step.rows and not step.appended_rows
-        # A step without tokens does not advance the fence.
-        assert step.fence_seq == output.fence_seq - 1
-    assert last.fence_seq == output.fence_seq
-    assert codec.unpack(last.rows) == output.rows
+def test_a_step_takes_no_more_bytes_than_the_core_counts(output: SchedulerOutput, room: int) -> None:
+    """Columns and dropped ids as for a full step, and each new request by its own; frees that have no room stay out."""
+    num_rows = max(len(output.rows), len(output.preempted_request_ids) + len(output.finished_request_ids))
+    entries = sum(
+        row_bytes(len(row.token_ids), len(row.block_table), row.request_id, row.sampling) for row in output.new_requests
+    )
+    limit = columns_bytes(num_rows, max(output.total_num_tokens, len(output.appended_rows))) + entries
+    assert all(
+        row_bytes(len(row.token_ids), len(row.block_table), row.request_id, row.sampling) <= largest_row_bytes(64, 4)
+        for row in output.new_requests
+    )
+    frame = codec.encode_step(output, limit + room)
+    assert len(frame) <= limit + room
+    assert len(_step(frame).new_requests) == len(output.new_requests)
 
 
 def test_what_is_no_message_is_a_breach_of_the_protocol() -> None:
