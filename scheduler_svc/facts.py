@@ -28,7 +28,7 @@ class MetricsSink(Protocol):
         """A rank's state is now "connecting", "up", "draining" or "lost"."""
 
     def epoch_ended(self, rank: str, graceful: bool) -> None:
-        """An epoch that had joined is over; graceful: it was to be (drained, let go). Told once for each."""
+        """An epoch that had joined is over; graceful: it was meant to end (drained, let go). Called once for each."""
 
     def turn(self, num_events: int, duration_s: float) -> None:
         """The loop took so many events in one turn."""

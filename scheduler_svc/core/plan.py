@@ -91,12 +91,12 @@ class StepPlan:
 
     @property
     def num_free_blocks(self) -> int:
-        """Free blocks that nobody before has a claim on."""
+        """Free blocks minus those reserved in this step for requests that wait for a fence."""
         return self.rank.kv.pool.num_free - self.reserved_free
 
     @property
     def num_returning_blocks(self) -> int:
-        """Parked blocks, held by no living table, that nobody before has a claim on."""
+        """Parked blocks that no table holds, minus those reserved in this step for requests that wait for a fence."""
         return self.rank.kv.pool.num_parked - self.reserved_parked
 
     @property

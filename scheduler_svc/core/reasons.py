@@ -43,7 +43,7 @@ SEQUENCE_LIMIT = SkipReason("SEQUENCE_LIMIT", "max_num_seqs requests are running
 NO_BLOCKS = SkipReason("NO_BLOCKS", "too few KV blocks are free")
 STEP_TOO_LARGE = SkipReason("STEP_TOO_LARGE", "the message of the step has no room for it")
 PROMPT_EXCEEDS_STEP = SkipReason("PROMPT_EXCEEDS_STEP", "without chunked prefill the whole prompt must fit in the step")
-STEP_PREEMPTS = SkipReason("STEP_PREEMPTS", "a step that preempts admits nobody")
+STEP_PREEMPTS = SkipReason("STEP_PREEMPTS", "a step that preempts admits no request")
 FENCE_AWAITED = SkipReason(
     "FENCE_AWAITED", "a running request waits for returning blocks: no request is admitted meanwhile"
 )

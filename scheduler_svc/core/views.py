@@ -110,7 +110,7 @@ def _why_not_admitted(state: CoreState, request: Request) -> tuple[SkipReason, s
     if request.account.skip_reason is not None and request.account.skipped_in_pass >= state.last_admission_pass:
         return request.account.skip_reason, request.account.skip_reason.text
     stopped = state.admission_stopped
-    # Whoever it was that stopped the pass may have ended since.
+    # The request that stopped the pass may have ended since.
     if stopped is not None and state.requests.get(stopped[1].request_id) is stopped[1]:
         reason, head = stopped
         return reasons.BEHIND, f"behind {head.request_id}, which waits: {reason.text}"
