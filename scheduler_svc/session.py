@@ -15,7 +15,7 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError
 
 from scheduler_svc import codec, errors
-from scheduler_svc.codec import Cancellation, Hello, ModelFacts, SessionFeature, SessionFrame, Submission, TextEnd
+from scheduler_svc.codec import Cancellation, Hello, SessionFeature, SessionFrame, Submission, TextEnd
 from scheduler_svc.core.events import (
     AbortCause,
     Event,
@@ -32,6 +32,7 @@ from scheduler_svc.errors import Code, Failure, SessionProtocolError, SessionRef
 from scheduler_svc.facts import MetricsSink
 from scheduler_svc.loop import SchedulerLoop
 from scheduler_svc.rpc.status import abort
+from scheduler_svc.workers.codec import ModelFacts
 from scheduler_svc.workers.served_model import ServedModel
 from stepfence.v1 import session_service_pb2, session_service_pb2_grpc
 

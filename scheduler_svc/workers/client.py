@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Final, Protocol, assert_never
 
-from scheduler_svc import codec
-from scheduler_svc.codec import WorkerCapabilities, WorkerFeature
 from scheduler_svc.core.events import RankDraining, RankJoined, StepAcked, WorkerProtocolError
 from scheduler_svc.core.output import SchedulerOutput
 from scheduler_svc.errors import LinkLost, LinkRejected, RankUnfit
 from scheduler_svc.facts import MetricsSink
+from scheduler_svc.workers import codec
 from scheduler_svc.workers.actions import Acked, Action, Interrupt, Joined, Leaving, Lost, Retry, Say, Transmit
+from scheduler_svc.workers.codec import WorkerCapabilities, WorkerFeature
 from scheduler_svc.workers.fitness import RankRegister, SessionConfig
 from scheduler_svc.workers.served_model import ServedModel
 from scheduler_svc.workers.session import RankState, Timeouts, WorkerSession

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler_svc import codec
-from scheduler_svc.codec import WorkerCapabilities, WorkerFeature
 from scheduler_svc.core.step_bytes import columns_bytes, largest_row_bytes
 from scheduler_svc.errors import RankUnfit
+from scheduler_svc.rpc.wire import PROTOCOL_REVISION, works_with
+from scheduler_svc.workers.codec import WorkerCapabilities, WorkerFeature
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,10 @@ class RankRegister:
 def check_limits(capabilities: WorkerCapabilities, config: SessionConfig) -> None:
     """Hold every limit that a worker declares against what its sessions would need. Raises RankUnfit, which names the
     setting to change."""
-    if not codec.works_with(capabilities.protocol_revision):
+    if not works_with(capabilities.protocol_revision):
         raise RankUnfit(
             f"it speaks protocol revision {capabilities.protocol_revision}, this scheduler revision "
-            f"{codec.PROTOCOL_REVISION}: bring both to releases whose revisions differ by one at most"
+            f"{PROTOCOL_REVISION}: bring both to releases whose revisions differ by one at most"
         )
     if config.block_size % capabilities.block_size_multiple:
         raise RankUnfit(

@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from scheduler_svc.codec import ModelFacts, TokenizerPiece
 from scheduler_svc.errors import RankUnfit
+from scheduler_svc.workers.codec import ModelFacts, TokenizerPiece
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from scheduler_svc import codec
-from scheduler_svc.codec import (
+from scheduler_svc.core.events import RankDraining, RankJoined, StepAcked, WorkerProtocolError
+from scheduler_svc.core.output import SchedulerOutput
+from scheduler_svc.errors import LinkLost, LinkRefused, LinkRejected, RankUnfit
+from scheduler_svc.workers import codec
+from scheduler_svc.workers.actions import Acked, Action, Interrupt, Joined, Leaving, Lost, Retry, Say, Transmit
+from scheduler_svc.workers.codec import (
     Opened,
     StepResult,
     WorkerCapabilities,
@@ -33,10 +37,6 @@ from scheduler_svc.codec import (
     WorkerFrame,
     WorkerProgress,
 )
-from scheduler_svc.core.events import RankDraining, RankJoined, StepAcked, WorkerProtocolError
-from scheduler_svc.core.output import SchedulerOutput
-from scheduler_svc.errors import LinkLost, LinkRefused, LinkRejected, RankUnfit
-from scheduler_svc.workers.actions import Acked, Action, Interrupt, Joined, Leaving, Lost, Retry, Say, Transmit
 from scheduler_svc.workers.fitness import RankRegister, SessionConfig, check_limits, required_features
 from scheduler_svc.workers.served_model import ServedModel
 from scheduler_svc.workers.window import StepWindow

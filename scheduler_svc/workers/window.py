@@ -9,11 +9,11 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-from scheduler_svc import codec
-from scheduler_svc.codec import StepResult
 from scheduler_svc.core.events import WorkerProtocolError
 from scheduler_svc.core.output import SchedulerOutput
 from scheduler_svc.errors import LinkRejected
+from scheduler_svc.workers import codec
+from scheduler_svc.workers.codec import StepResult
 
 # Steps of an epoch for which the longer watchdog holds: the worker compiles and warms up in them.
 _FIRST_STEPS: Final = 3

@@ -18,6 +18,7 @@ from scheduler_svc.frontend.calls import IdsPrompt
 from scheduler_svc.frontend.errors import RequestError
 from scheduler_svc.frontend.errors import SessionProtocolError as SchedulerBrokeProtocol
 from scheduler_svc.frontend.limits import Limits
+from scheduler_svc.workers import codec as workers_codec
 from stepfence.v1 import generation_service_pb2, session_service_pb2, worker_service_pb2
 from tests.fuzz import corpus
 from tests.fuzz.mutation import Mutator
@@ -64,16 +65,16 @@ class WorkerRequests:
 def feed_worker_frame(data: bytes) -> None:
     """What a scheduler hears from a worker."""
     with suppress(WorkerProtocolError):
-        scheduler_codec.decode_worker_frame(data)
+        workers_codec.decode_worker_frame(data)
 
 
 def feed_worker_facts(data: bytes) -> None:
     with suppress(WorkerProtocolError):
-        host = scheduler_codec.decode_capabilities(data).host
+        host = workers_codec.decode_capabilities(data).host
         # It goes into logs and onto terminals.
         assert len(host) <= 253 and host.isprintable(), host
     with suppress(WorkerProtocolError):
-        scheduler_codec.decode_tokenizer_piece(data)
+        workers_codec.decode_tokenizer_piece(data)
 
 
 def feed_attach_request(data: bytes) -> None:

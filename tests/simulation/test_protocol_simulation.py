@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from scheduler_svc.codec import StepResult
 from scheduler_svc.core.kv.manager import KvManager
 from scheduler_svc.core.request import Run
 from scheduler_svc.frontend.session_client import SessionClient
 from scheduler_svc.session import FrontEndSession
 from scheduler_svc.workers.actions import Action
+from scheduler_svc.workers.codec import StepResult
 from scheduler_svc.workers.session import WorkerSession
 from tests.simulation.search import worlds
 from tests.simulation.world import TROUBLES, SimulationFailure, run_world

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_svc import codec
 from scheduler_svc.core.events import WorkerProtocolError
 from scheduler_svc.core.output import DeferredFree, NewRow, SchedulerOutput
 from scheduler_svc.core.step_bytes import columns_bytes, largest_row_bytes, row_bytes
+from scheduler_svc.rpc import wire
+from scheduler_svc.workers import codec as workers_codec
 from stepfence.v1 import sampling_pb2, step_pb2, worker_service_pb2
 from worker_svc import codec as worker_codec
 from worker_svc.runner.scripted import ScriptedRunner
@@ -71,7 +72,7 @@ def _step(frame: bytes) -> step_pb2.SchedulerOutput:
 @given(outputs())
 @settings(max_examples=100, deadline=None)
 def test_what_the_scheduler_encodes_the_worker_decodes(output: SchedulerOutput) -> None:
-    message = _step(codec.encode_step(output, 1 << 24))
+    message = _step(workers_codec.encode_step(output, 1 << 24))
     step = worker_codec.decode_step(message, VOCAB)
     assert (step.epoch, step.step_seq, step.fence_seq) == (output.epoch, output.step_seq, output.fence_seq)
     assert step.processed_step_seq == output.processed_step_seq
@@ -103,35 +104,35 @@ def test_a_step_takes_no_more_bytes_than_the_core_counts(output: SchedulerOutput
         row_bytes(len(row.token_ids), len(row.block_table), row.request_id, row.sampling) <= largest_row_bytes(64, 4)
         for row in output.new_requests
     )
-    frame = codec.encode_step(output, limit + room)
+    frame = workers_codec.encode_step(output, limit + room)
     assert len(frame) <= limit + room
     assert len(_step(frame).new_requests) == len(output.new_requests)
 
 
 def test_what_is_no_message_is_a_breach_of_the_protocol() -> None:
     with pytest.raises(WorkerProtocolError):
-        codec.decode_worker_frame(b"\xff\xff\xff")
+        workers_codec.decode_worker_frame(b"\xff\xff\xff")
     with pytest.raises(WorkerProtocolError):
-        codec.decode_worker_frame(b"")
+        workers_codec.decode_worker_frame(b"")
     with pytest.raises(WorkerProtocolError):
-        codec.decode_capabilities(b"\x08")
+        workers_codec.decode_capabilities(b"\x08")
 
 
 def _host_after_the_journey(told: str) -> str:
     message = worker_codec.encode_capabilities(ScriptedRunner().capabilities, 1, (), told)
-    return codec.decode_capabilities(message.SerializeToString()).host
+    return workers_codec.decode_capabilities(message.SerializeToString()).host
 
 
 def _host_told(host: str) -> str:
     message = worker_service_pb2.GetCapabilitiesResponse(host=host)
-    return codec.decode_capabilities(message.SerializeToString()).host
+    return workers_codec.decode_capabilities(message.SerializeToString()).host
 
 
 def test_a_worker_tells_its_host_name() -> None:
     assert _host_after_the_journey("0123456789ab") == "0123456789ab"
     assert _host_after_the_journey("h" * 253) == "h" * 253
     # An older worker tells none.
-    assert codec.decode_capabilities(b"").host == ""
+    assert workers_codec.decode_capabilities(b"").host == ""
 
 
 @pytest.mark.parametrize("name", ["h" * 254, "a\nb", "\x1b[2J", "a\u202eb", "\udcff"])
@@ -149,7 +150,11 @@ def test_whatever_a_foreign_worker_calls_its_host_is_short_and_printable_or_igno
 @given(st.binary(max_size=200))
 @settings(max_examples=300, deadline=None)
 def test_any_bytes_from_a_worker_are_a_frame_or_a_breach(data: bytes) -> None:
-    for decode in (codec.decode_worker_frame, codec.decode_capabilities, codec.decode_tokenizer_piece):
+    for decode in (
+        workers_codec.decode_worker_frame,
+        workers_codec.decode_capabilities,
+        workers_codec.decode_tokenizer_piece,
+    ):
         with suppress(WorkerProtocolError):
             decode(data)
 
@@ -157,6 +162,6 @@ def test_any_bytes_from_a_worker_are_a_frame_or_a_breach(data: bytes) -> None:
 @given(st.lists(st.integers(-(2**31), 2**31 - 1)))
 @settings(max_examples=50, deadline=None)
 def test_columns_are_little_endian_int32(values: list[int]) -> None:
-    data = codec.pack(array("i", values))
+    data = wire.pack(array("i", values))
     assert data == b"".join(value.to_bytes(4, "little", signed=True) for value in values)
-    assert codec.unpack(data).tolist() == values
+    assert wire.unpack(data).tolist() == values

@@ -17,6 +17,7 @@ from scheduler_svc import codec
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.events import Event, StepAcked
 from scheduler_svc.core.output import SchedulerOutput
+from scheduler_svc.rpc.wire import unpack
 from scheduler_svc.service import SchedulerService, ServiceOptions
 from scheduler_svc.session import FrontEndSession
 from scheduler_svc.workers.client import RankClient
@@ -118,9 +119,9 @@ class World:
         await self.attached.wait()
         assert self.front_end is not None
         while (frame := await self.front_end.next_frame()) is not None:
-            handles = codec.unpack(frame.tokens.handles)
+            handles = unpack(frame.tokens.handles)
             assert not frame.tokens.counts
-            for handle, token in zip(handles, codec.unpack(frame.tokens.token_ids), strict=True):
+            for handle, token in zip(handles, unpack(frame.tokens.token_ids), strict=True):
                 assert handle not in self.ends
                 self.tokens.setdefault(handle, []).append(token)
             for refused in frame.refused:

@@ -10,11 +10,11 @@ import grpc.aio
 import pytest
 
 from scheduler_svc import errors
-from scheduler_svc.codec import ModelFacts, TokenizerPiece
 from scheduler_svc.core.events import AbortCause, EndReason, RefusalReason, RequestEnded, RequestRefused
 from scheduler_svc.core.stats import Usage
 from scheduler_svc.errors import Failure, LinkLost, LinkRefused, LinkRejected, RankUnfit
 from scheduler_svc.rpc.status import reason_of, to_status
+from scheduler_svc.workers.codec import ModelFacts, TokenizerPiece
 from scheduler_svc.workers.grpc_transport import GrpcTransport, _judged
 from scheduler_svc.workers.resolver import SystemResolver
 from scheduler_svc.workers.served_model import ServedModel
