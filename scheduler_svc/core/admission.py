@@ -75,6 +75,8 @@ def _refusal_here(state: CoreState, rank: RankState, plan: StepPlan, request: Re
         return reasons.HELD_ELSEWHERE
     if state.config.rules.resume_settled and request.account.num_preemptions and request.has_rows_in_flight:
         return reasons.RESULT_IN_FLIGHT
+    if not request.features <= rank.features:
+        return reasons.FEATURE_MISSING_HERE
     # The reference lets a request run that its only rank can never hold.
     must_fit = state.config.rules.refuse_infeasible or len(state.ranks) > 1
     if must_fit and state.blocks_needed(request) > rank.kv.num_usable:
@@ -100,7 +102,7 @@ def _better_elsewhere(state: CoreState, rank: RankState, request: Request) -> bo
         and not other.is_draining
         and other.reservation is None
         and len(other.running) < state.config.max_num_seqs
-        and state.blocks_needed(request) <= other.kv.num_usable
+        and state.can_hold(other, request)
     ]
     if not others:
         return False

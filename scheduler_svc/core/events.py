@@ -66,6 +66,8 @@ class RequestArrived:
     skip_prefix_cache: bool = False
     # Not admitted before GrammarReady comes for it.
     awaits_grammar: bool = False
+    # Names of what a rank must have to run it.
+    features: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,8 @@ class RankJoined:
     # Bytes that the message of one step may take; None: any number. The longest request must fit beside the columns of
     # a full step (step_bytes).
     max_step_bytes: int | None = None
+    # Names of what its worker has beyond what every worker has.
+    features: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +200,7 @@ class RefusalReason(Enum):
     EXCEEDS_KV_CAPACITY = "EXCEEDS_KV_CAPACITY"
     INVALID_PARAMETER = "INVALID_PARAMETER"
     PRIORITY_NOT_SUPPORTED = "PRIORITY_NOT_SUPPORTED"
+    FEATURE_NOT_SUPPORTED = "FEATURE_NOT_SUPPORTED"
     DUPLICATE_REQUEST_ID = "DUPLICATE_REQUEST_ID"
     QUEUE_FULL = "QUEUE_FULL"
     NO_WORKER = "NO_WORKER"

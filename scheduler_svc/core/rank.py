@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from scheduler_svc.core.config import SchedulerConfig
@@ -24,6 +25,7 @@ class RankState:
 
     __slots__ = (
         "epoch",
+        "features",
         "finished",
         "free_rows",
         "is_draining",
@@ -56,10 +58,12 @@ class RankState:
         deferring: bool,
         lookahead: int = 0,
         max_step_bytes: int | None = None,
+        features: Iterable[str] = (),
     ) -> None:
         self.name = name
         self.epoch = epoch
         self.vocab_size = vocab_size
+        self.features = frozenset(features)
         self.max_step_bytes = max_step_bytes
         self.kv = KvManager(
             num_blocks,

@@ -59,6 +59,9 @@ QUARANTINED = SkipReason(
 RESULT_IN_FLIGHT = SkipReason("RESULT_IN_FLIGHT", "results of its earlier run are still in flight", puts_aside=True)
 PASSED_OVER = SkipReason("PASSED_OVER", "another rank holds a longer cached prefix of it", puts_aside=True)
 HELD_ELSEWHERE = SkipReason("HELD_ELSEWHERE", "another rank holds blocks for it", puts_aside=True)
+FEATURE_MISSING_HERE = SkipReason(
+    "FEATURE_MISSING_HERE", "this rank's worker does not have a feature that it needs", puts_aside=True
+)
 NEVER_FITS_HERE = SkipReason("NEVER_FITS_HERE", "this rank's pool can never hold it", puts_aside=True)
 
 # --- nothing was tried --------------------------------------------------------------------------------------------

@@ -154,6 +154,7 @@ class Request:
         "awaited_optional",
         "chain",
         "deadline",
+        "features",
         "handle",
         "limit",
         "min_length",
@@ -200,6 +201,8 @@ class Request:
         self.sampling = event.sampling
         self.deadline = event.deadline
         self.skip_prefix_cache = event.skip_prefix_cache
+        # What a rank must have to run it.
+        self.features = frozenset(event.features)
         # Whether a row may be scheduled only when the result of the row before is in.
         self.needs_result_first = needs_result_first
         self.status = Status.WAITING

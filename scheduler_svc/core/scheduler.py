@@ -267,6 +267,7 @@ class Scheduler:
             deferring=state.deferring_frees,
             lookahead=state.resources.lookahead,
             max_step_bytes=event.max_step_bytes,
+            features=event.features,
         )
         state.ranks[event.rank].kv.stats = state.totals.prefix
         state.no_rank_since = None
@@ -306,7 +307,9 @@ class Scheduler:
             return
         state.largest_pool = max(rank.kv.num_usable for rank in state.ranks.values())
         for request in state.queue:
-            if not state.config.rules.refuse_infeasible or state.blocks_needed(request) <= state.largest_pool:
+            if not state.config.rules.refuse_infeasible or any(
+                state.can_hold(rank, request) for rank in state.ranks.values()
+            ):
                 state.unholdable_since.pop(request.request_id, None)
             else:
                 state.unholdable_since.setdefault(request.request_id, state.now)

@@ -88,8 +88,12 @@ class CoreState:
 
     def can_stay(self, request: Request) -> bool:
         """Whether some rank that does not drain can ever hold the request."""
-        staying = (rank.kv.num_usable for rank in self.ranks.values() if not rank.is_draining)
-        return self.blocks_needed(request) <= max(staying, default=0)
+        return any(self.can_hold(rank, request) for rank in self.ranks.values() if not rank.is_draining)
+
+    def can_hold(self, rank: RankState, request: Request) -> bool:
+        """Whether the rank could run the request, at its greatest length, if it ran nothing else: its worker has what
+        the request needs, and its pool is large enough."""
+        return request.features <= rank.features and self.blocks_needed(request) <= rank.kv.num_usable
 
     def blocks_needed(self, request: Request) -> int:
         """Blocks that hold it at its greatest length; the last token of all needs no slot."""

@@ -7,6 +7,7 @@ from array import array
 import numpy as np
 
 from scheduler_svc.core.events import RefusalReason, RequestArrived, RequestRefused
+from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.request import Limits
 from scheduler_svc.core.state import CoreState
 
@@ -45,7 +46,7 @@ def _refusal_before_sizes(state: CoreState, event: RequestArrived) -> RequestRef
         )
     if (reason := _no_worker(state)) is not None:
         return _refuse(event, RefusalReason.NO_WORKER, reason)
-    return _bad_tokens(state, event) or _full_queue(state, event)
+    return _missing_feature(state, event) or _bad_tokens(state, event) or _full_queue(state, event)
 
 
 def _no_worker(state: CoreState) -> str | None:
@@ -56,6 +57,23 @@ def _no_worker(state: CoreState) -> str | None:
     if state.now - state.no_rank_since >= state.config.no_worker_grace_s:
         return f"No worker has been up for {state.now - state.no_rank_since:.0f} s; try again later."
     return None
+
+
+def _able_ranks(state: CoreState, event: RequestArrived) -> list[RankState]:
+    return [rank for rank in state.ranks.values() if rank.features.issuperset(event.features)]
+
+
+def _missing_feature(state: CoreState, event: RequestArrived) -> RequestRefused | None:
+    """While no rank lives, it is not known what the next one has: the request waits as one that no rank can hold."""
+    if not state.ranks or _able_ranks(state, event):
+        return None
+    names = ", ".join(sorted(event.features))
+    return _refuse(
+        event,
+        RefusalReason.FEATURE_NOT_SUPPORTED,
+        f"No worker that is up has {names}, which this request needs.",
+        features=names,
+    )
 
 
 def _bad_tokens(state: CoreState, event: RequestArrived) -> RequestRefused | None:
@@ -111,6 +129,13 @@ def _time_for_room(state: CoreState) -> float:
     return min(60.0, max(0.1, (len(state.queue) / 8 + 1) / pace))
 
 
+def _largest_pool(state: CoreState, event: RequestArrived) -> int:
+    """Usable blocks of the largest rank that has what the request needs."""
+    if not event.features:
+        return state.largest_pool
+    return max((rank.kv.num_usable for rank in _able_ranks(state, event)), default=state.largest_pool)
+
+
 def _fit(state: CoreState, event: RequestArrived) -> Limits | RequestRefused:
     """Clip to the model's length and to what the largest pool can hold."""
     num_prompt, longest = len(event.prompt), state.max_model_len
@@ -127,7 +152,7 @@ def _fit(state: CoreState, event: RequestArrived) -> Limits | RequestRefused:
             max_model_len=longest,
         )
     max_tokens = min(event.max_tokens or _UNBOUNDED, longest - num_prompt)
-    available = state.largest_pool * state.config.block_size
+    available = _largest_pool(state, event) * state.config.block_size
     needed = num_prompt + (max_tokens if event.max_tokens else 1) - 1
     if needed > available:
         return _refuse(

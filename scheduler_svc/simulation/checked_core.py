@@ -457,7 +457,7 @@ class CheckedCore:
 
     def _has_a_rank(self, request: Request) -> bool:
         state = self.scheduler.state
-        able = [rank for rank in state.ranks.values() if state.blocks_needed(request) <= rank.kv.num_usable]
+        able = [rank for rank in state.ranks.values() if state.can_hold(rank, request)]
         # A rank that drains finishes what it has begun and nobody else can hold.
         return any(not rank.is_draining for rank in able) or any(
             state.draining.takes_back(rank, request, lambda _: False) for rank in able

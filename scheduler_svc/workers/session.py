@@ -362,6 +362,7 @@ class WorkerSession:
             max_model_len=model.max_model_len,
             vocab_size=model.vocab_size,
             max_step_bytes=capabilities.max_message_bytes,
+            features=tuple(sorted(feature.name for feature in capabilities.features)),
         )
         return [Say(logging.INFO, "rank up", fields), Joined(event), Transmit()]
 

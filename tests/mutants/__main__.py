@@ -28,7 +28,18 @@ _COPIED = ("pyproject.toml", "scheduler_svc", "protos", "tests/__init__.py", "te
 _TESTS = ("tests/unit/__init__.py", "tests/unit/core", "tests/conformance")
 # In the order in which they are run: the quick and pointed ones first, recorded truths only if those notice nothing.
 _UNIT = (
-    *("block_pool", "prefix_index", "queues", "policy", "plan", "submission", "drafts", "resources", "set_aside"),
+    *(
+        "block_pool",
+        "prefix_index",
+        "queues",
+        "policy",
+        "plan",
+        "submission",
+        "drafts",
+        "resources",
+        "features",
+        "set_aside",
+    ),
     *("step_bytes", "inflight", "several_ranks", "quarantine", "time", "pause_and_reset", "throttle", "unpinned"),
     *("traps", "explain", "row_errors", "field_cases"),
 )

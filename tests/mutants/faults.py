@@ -623,7 +623,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a request is left to a rank that cannot hold it",
         "admission:_better_elsewhere",
-        "state.blocks_needed(request) <= other.kv.num_usable",
+        "state.can_hold(other, request)",
         "True",
     ),
     Fault(
@@ -752,5 +752,24 @@ FAULTS: tuple[Fault, ...] = (
         "settlement:_checked",
         "not failed <= rows",
         "False",
+    ),
+    # --- features ---
+    Fault(
+        "a rank takes a request whose feature its worker does not have",
+        "admission:_refusal_here",
+        "not request.features <= rank.features",
+        "False",
+    ),
+    Fault(
+        "a rank without the feature counts as one that can hold the request",
+        "state:CoreState.can_hold",
+        "request.features <= rank.features",
+        "True",
+    ),
+    Fault(
+        "pools of ranks without the feature count",
+        "submission:_largest_pool",
+        "not event.features",
+        "True",
     ),
 )

@@ -326,13 +326,19 @@ class World:
         return effects
 
     def join(
-        self, name: str, num_blocks: int, *, max_model_len: int | None = None, max_step_bytes: int | None = None
+        self,
+        name: str,
+        num_blocks: int,
+        *,
+        max_model_len: int | None = None,
+        max_step_bytes: int | None = None,
+        features: tuple[str, ...] = (),
     ) -> None:
         epoch = self.epochs[name] = self.epochs.get(name, 0) + 1
         self.workers[name] = StubWorker(self.config, num_blocks, self.sampler)
         self.answers[name] = deque()
         longest = self.config.max_model_len if max_model_len is None else max_model_len
-        self.handle(RankJoined(name, epoch, num_blocks, longest, VOCAB_SIZE, max_step_bytes))
+        self.handle(RankJoined(name, epoch, num_blocks, longest, VOCAB_SIZE, max_step_bytes, features))
 
     def lose(self, name: str, *, graceful: bool = False) -> None:
         """The worker dies with whatever it had not answered."""

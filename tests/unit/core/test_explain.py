@@ -217,6 +217,14 @@ def held_elsewhere() -> World:
     return world
 
 
+def feature_missing_here() -> World:
+    world = World(ranks={"r0": 20})
+    world.join("r1", 20, features=("ADAPTERS",))
+    world.submit("it", 3, features=("ADAPTERS",))
+    world.schedule("r0")
+    return world
+
+
 def never_fits_here() -> World:
     world = World(CONFIG, ranks={"r0": 4, "r1": 20})
     world.submit("it", 20, 9)
@@ -329,6 +337,7 @@ CASES: list[tuple[Callable[[], World], SkipReason]] = [
     (result_in_flight, reasons.RESULT_IN_FLIGHT),
     (passed_over, reasons.PASSED_OVER),
     (held_elsewhere, reasons.HELD_ELSEWHERE),
+    (feature_missing_here, reasons.FEATURE_MISSING_HERE),
     (never_fits_here, reasons.NEVER_FITS_HERE),
     (quarantined, reasons.QUARANTINED),
     (rank_quarantined, reasons.RANK_QUARANTINED),

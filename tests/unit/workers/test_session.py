@@ -140,16 +140,23 @@ def test_an_open_names_the_epoch_and_what_it_is_opened_with() -> None:
     assert worker_service_pb2.RunStepsRequest.FromString(one.opening()).open.epoch == 2
 
 
+def test_the_core_hears_of_the_rank_with_what_the_worker_has() -> None:
+    capabilities = replace(CAPABILITIES, features=frozenset(WorkerFeature), max_message_bytes=9 << 20)
+    (joined,) = [action for action in join(session(), capabilities=capabilities) if isinstance(action, Joined)]
+    event = joined.event
+    assert (event.num_blocks, event.max_step_bytes, event.features) == (512, 9 << 20, ("DRAFTS", "SAMPLED_DRAFTS"))
+
+
 def test_a_cut_stream_is_opened_again_and_everything_unacknowledged_is_sent_again() -> None:
     one = session()
     join(one)
-    for seq in (1, 2, 3):
+    for seq in (1, 2):
         one.queue(step(1, seq))
     first = [one.take_frame(0.0), one.take_frame(0.0)]
-    # Two may wait at the worker; the third is held back.
     assert one.take_frame(0.0) is None
     acked = [action for action in one.frame_arrived(result(1, 1), 0.5) if isinstance(action, Acked)]
     assert [(action.event.step_seq, action.rtt_s) for action in acked] == [(1, 0.5)]
+    one.queue(step(1, 3))
     _, pause = one.attempt_ended(LinkLost("cut"), 1.0)
     assert pause == Retry(0.1, is_jittered=True) and one.state is State.CUT
     assert one.take_frame(1.0) is None
