@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from scheduler_svc.frontend.errors import Failure
+from scheduler_svc.frontend.usage import Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +129,6 @@ class CancelReason(Enum):
 class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What a request cost; times in nanoseconds."""
-
-    num_prompt_tokens: int = 0
-    num_completion_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_preemptions: int = 0
-    num_recomputed_tokens: int = 0
-    queued_ns: int = 0
-    preempted_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

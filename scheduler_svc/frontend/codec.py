@@ -13,6 +13,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from scheduler_svc.frontend import calls
 from scheduler_svc.frontend.errors import Code, Failure, RequestError, SessionProtocolError, Violation, invalid
 from scheduler_svc.frontend.limits import Limits
+from scheduler_svc.frontend.usage import Usage
 from stepfence.v1 import generation_service_pb2 as generation_pb2
 from stepfence.v1 import model_pb2, sampling_pb2, session_service_pb2, usage_pb2
 
@@ -169,7 +170,7 @@ def _add(status: status_pb2.Status, detail: Message) -> None:
     status.details.append(packed)
 
 
-def encode_usage(usage: calls.Usage) -> usage_pb2.Usage:
+def encode_usage(usage: Usage) -> usage_pb2.Usage:
     return usage_pb2.Usage(
         num_prompt_tokens=usage.num_prompt_tokens,
         num_completion_tokens=usage.num_completion_tokens,
@@ -250,8 +251,8 @@ def decode_ended(ended: session_service_pb2.RequestEnded) -> calls.Ended:
     return calls.Ended(reason, stop_token_id, None, usage)
 
 
-def decode_usage(usage: usage_pb2.Usage) -> calls.Usage:
-    return calls.Usage(
+def decode_usage(usage: usage_pb2.Usage) -> Usage:
+    return Usage(
         num_prompt_tokens=usage.num_prompt_tokens,
         num_completion_tokens=usage.num_completion_tokens,
         num_cached_tokens=usage.num_cached_tokens,

@@ -13,10 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from scheduler_svc.frontend.calls import Usage
+from scheduler_svc.frontend.usage import Usage
 
 # Longest piece of a client's own input that is repeated in a message.
 _MAX_QUOTED = 80

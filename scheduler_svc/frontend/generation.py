@@ -15,7 +15,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Protocol, Self
 
-from scheduler_svc.frontend.calls import Accepted, CancelReason, Delta, Ended, Finished, FinishReason, Usage
+from scheduler_svc.frontend.calls import Accepted, CancelReason, Delta, Ended, Finished, FinishReason
 from scheduler_svc.frontend.containment import contained
 from scheduler_svc.frontend.errors import (
     CLIENT_GONE,
@@ -28,6 +28,7 @@ from scheduler_svc.frontend.errors import (
 )
 from scheduler_svc.frontend.limits import Limits
 from scheduler_svc.frontend.output_text import OutputAssembler
+from scheduler_svc.frontend.usage import Usage
 
 log = logging.getLogger(__name__)
 

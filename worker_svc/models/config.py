@@ -32,6 +32,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def write_json(path: Path, value: object) -> None:
+    """Write readable JSON."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def refuse_quantised(raw: Mapping[str, Any], where: str) -> None:
     """Raises UnsupportedModel for a checkpoint that says it is quantised."""
     if raw.get("quantization_config"):

@@ -23,10 +23,9 @@ from worker_svc import memory
 from worker_svc.models import registry
 from worker_svc.models.base import Architecture, GgufArchitecture
 from worker_svc.models.cache import locked
-from worker_svc.models.config import BrokenModel, UnsupportedModel
+from worker_svc.models.config import BrokenModel, UnsupportedModel, write_json
 from worker_svc.models.gguf_cache import CONVERTER_VERSION, converted_directory
 from worker_svc.models.gguf_tokenizer import tokenizer_config, write_tokenizer
-from worker_svc.models.loader import write_json
 
 _ROPE_FACTORS = "rope_freqs.weight"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -141,8 +140,3 @@ def _weight_files(directory: Path) -> list[Path]:
         if not path.exists():
             raise BrokenModel(f"{path} is missing")
     return paths
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write readable JSON."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

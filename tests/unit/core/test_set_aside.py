@@ -11,7 +11,8 @@ from scheduler_svc.core import reasons
 from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.core.events import AbortCause, RankDraining
 from scheduler_svc.core.reasons import SkipReason
-from scheduler_svc.core.request import Status
+from scheduler_svc.core.request import Run, RunEnd, Status
+from scheduler_svc.core.resources.base import Resource
 from tests.support.core_harness import Slot, World, extend_prefix
 from tests.support.loader import LOADING, UNKNOWN, Loader
 
@@ -307,3 +308,29 @@ def test_a_load_that_never_ends_holds_up_nobody() -> None:
     assert all(len(other.tokens) == 6 for other in others)
     assert reason(world, "load") is LOADING
     world.check_texts()
+
+
+class _Saver(Resource):
+    """Keeps the blocks of every run that ends, as one that saves them elsewhere does."""
+
+    def keeps(self, run: Run, how: RunEnd) -> bool:
+        return how is not RunEnd.RANK_LOST
+
+
+def test_blocks_that_a_resource_lets_go_of_are_free_behind_the_fence() -> None:
+    """A step in flight may still write to them."""
+    world = World(CONFIG, num_blocks=20, resources=[_Saver()])
+    world.submit("a", 10, 6)
+    world.schedule()
+    world.schedule()
+    world.abort("a")
+    rank = world.rank()
+    (hold,) = rank.kv.holds.values()
+    assert len(hold.blocks) == 3 and world.free() == 16
+    rank.let_go(hold)
+    world.check()
+    assert not rank.kv.holds and world.free() == 16, "the second step is in flight"
+    world.ack()
+    assert world.free() == 16
+    world.ack()
+    assert world.free() == 19
