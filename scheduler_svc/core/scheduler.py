@@ -17,12 +17,10 @@ from scheduler_svc.core import admission, invariants, lifecycle, reasons, runnin
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.events import (
     AbortCause,
-    DraftsProposed,
     DrainStarted,
     Effect,
     EndReason,
     Event,
-    GrammarReady,
     OperatorEvent,
     PauseRequested,
     PauseState,
@@ -77,14 +75,13 @@ class Scheduler:
                 self._handle_rank_event(event)
             case RequestArrived() | RequestAborted() | TextEnded():
                 self._handle_request_event(event)
-            case DraftsProposed() | GrammarReady():
-                self.state.resources.on_event(event, self.state.requests)
             case PauseRequested() | PrefixCacheResetRequested() | DrainStarted():
                 self._handle_operator_event(event)
             case Tick():
                 self._tick(event)
             case _:
-                assert_never(event)
+                # Every other event must be a ResourceEvent, as the type of `on_event` demands.
+                self.state.resources.on_event(event, self.state.requests)
         if self.state.config.prefill_schedule_interval > 1:
             self._note_idle_moment()
         return self.take_effects()
