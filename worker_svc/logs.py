@@ -33,6 +33,14 @@ def _facts(record: logging.LogRecord) -> dict[str, object]:
     return {name: value for name, value in vars(record).items() if name not in _OWN_FIELDS}
 
 
+def _printable(text: str) -> str:
+    """The text on one line, with every character escaped that a terminal would not show: a value that a client chose
+    can neither begin a line nor move the cursor."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
 class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
@@ -46,12 +54,15 @@ class _JsonFormatter(logging.Formatter):
         line.update({f"{name}_" if name in line else name: value for name, value in _facts(record).items()})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str, ensure_ascii=False)
+        return json.dumps(line, default=str)
 
 
 class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
-        facts = "".join(f"  {name}={value}" for name, value in _facts(record).items())
-        line = f"{moment} {record.levelname:<7} {record.getMessage()}{facts}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        facts = "".join(f"  {name}={_printable(str(value))}" for name, value in _facts(record).items())
+        lines = [f"{moment} {record.levelname:<7} {_printable(record.getMessage())}{facts}"]
+        if record.exc_info:
+            # Indented, so that no line of an error's text looks like one of the log.
+            lines += [f"  {_printable(line)}" for line in self.formatException(record.exc_info).splitlines()]
+        return "\n".join(lines)

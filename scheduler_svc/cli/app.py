@@ -8,6 +8,7 @@ Exit codes: 0 ended as asked, 1 failed, 2 wrong usage or configuration, 3 drain 
 
 from __future__ import annotations
 
+import io
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, Final, cast
@@ -87,6 +88,7 @@ client_commands.register(app)
 
 def main() -> int:
     """Run the command line in sys.argv; the value is the exit code."""
+    _escape_what_cannot_be_shown()
     try:
         return int(app(standalone_mode=False) or 0)
     except SettingsError as error:
@@ -100,6 +102,13 @@ def main() -> int:
         return 130
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+
+
+def _escape_what_cannot_be_shown() -> None:
+    """Text of a model may have any character; one that the encoding of the terminal lacks is no error in mid-text."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _tell(error: Any) -> None:

@@ -39,7 +39,7 @@ def _as_json(part: str, line: str, level: Level) -> str:
     if not isinstance(fields, dict):
         moment = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         fields = {"time": moment, "level": level, "logger": f"stepfence.{part}", "message": line}
-    return json.dumps({**fields, "part": part}, ensure_ascii=False)
+    return json.dumps({**fields, "part": part})
 
 
 def _as_text(part: str, line: str) -> str:

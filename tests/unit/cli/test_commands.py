@@ -359,3 +359,10 @@ def test_scenarios_that_cannot_be_run_are_counted_on_stderr(tmp_path: Path) -> N
 def test_scenarios_that_do_not_exist_are_an_error() -> None:
     answer = _run("scenario", "run", "/no/such/file.json")
     assert answer.returncode != 0 and "/no/such/file.json" in answer.stderr
+
+
+def test_f102_a_character_that_the_terminal_lacks_is_escaped() -> None:
+    code = "from scheduler_svc.cli import app; app.app = lambda **_: print('caf\\u00e9 \\U0001f600'); app.main()"
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    shown = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, check=True, timeout=60)
+    assert shown.stdout.decode() == "caf\\xe9 \\U0001f600\n"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from scheduler_svc import logs
+from worker_svc import logs as worker_logs
 
 
 class _Terminal(io.StringIO):
@@ -69,3 +70,33 @@ def test_configuring_again_does_not_double_lines() -> None:
     logs.configure("json", stream=first)
     assert _logged("json", second).count("\n") == 1
     assert first.getvalue() == ""
+
+
+# A line break, escape codes of one and of two bytes, a line separator, a change of direction, half a surrogate pair.
+HOSTILE = "a\n12:00:00.000 ERROR   forged\x1b[2J\x9b2J\u2028\u202e\ud800"
+
+
+@pytest.mark.parametrize("configure", [logs.configure, worker_logs.configure], ids=["scheduler", "worker"])
+@pytest.mark.parametrize("log_format", ["json", "text"])
+def test_f99_what_a_client_chose_stays_on_its_line_and_moves_no_cursor(
+    log_format: str, configure: Callable[..., None]
+) -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="utf-8", write_through=True)
+    configure(log_format, stream=stream)
+    log = logging.getLogger("stepfence.test")
+    log.info("ended %s", HOSTILE, extra={"request_id": HOSTILE, "삼": "é"})
+    text = raw.getvalue().decode("utf-8")
+    assert text.count("\n") == 1 and text[:-1].isprintable()
+    if log_format == "json":
+        assert json.loads(text)["request_id"] == HOSTILE
+    else:
+        assert "  삼=é" in text
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        log.exception("failed")
+    stream.flush()
+    lines = raw.getvalue().decode("utf-8").split("\n")[1:-1]
+    assert all(line.isprintable() for line in lines)
+    assert not any(line.startswith("12:00") for line in lines[1:])

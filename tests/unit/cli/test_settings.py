@@ -324,3 +324,16 @@ def test_up_refuses_what_its_workers_would_refuse(name: str, value: str, told: s
 
 def test_up_knows_the_models_that_workers_fetch() -> None:
     assert sorted(KNOWN_MODELS) == sorted(fetch_model.KNOWN_MODELS)
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "watermark", "max_model_len", "drain_deadline_s"])
+def test_f104_true_in_a_file_is_no_number(tmp_path: Path, name: str) -> None:
+    path = _file(tmp_path, f"[scheduler]\n{name} = true\n")
+    with pytest.raises(SettingsError, match=f"{name} .in .*: must not be true or false"):
+        SchedulerSettings.load({}, path)
+
+
+def test_f104_true_stays_true_where_it_is_meant(tmp_path: Path) -> None:
+    assert not SchedulerSettings.load(
+        {}, _file(tmp_path, "[scheduler]\nenable_prefix_caching = false\n")
+    ).enable_prefix_caching
