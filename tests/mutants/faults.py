@@ -714,26 +714,26 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "blocks of a failed row stay in the prefix index",
         "kv.manager:KvManager.forget_blocks",
-        "for block in blocks:\n    index.remove(block)",
+        "index.remove_all_behind(request.chain.hashes[0])",
         "pass",
+    ),
+    Fault(
+        "blocks of a failed row are forgotten, those behind them are not",
+        "kv.manager:KvManager.forget_blocks",
+        "index.remove_all_behind(request.chain.hashes[0])",
+        "[index.remove(block) for block in blocks]",
     ),
     Fault(
         "blocks of a failed run that has ended are not looked for",
         "kv.manager:KvManager.forget_blocks",
-        "self.caching",
-        "False",
-    ),
-    Fault(
-        "who shares blocks with one that shares blocks with a failed row keeps its KV",
-        "untrusted:_forget",
-        "to_look_at.append(other)",
+        "blocks.update(index.find_all(request.chain.block_hash(number, request.tokens)))",
         "pass",
     ),
     Fault(
         "a request that is set aside keeps blocks of a failed row",
-        "untrusted:_forget",
-        "other not in found and (not blocks.isdisjoint(other.blocks))",
-        "other.row >= 0 and other not in found and (not blocks.isdisjoint(other.blocks))",
+        "untrusted:fail_row",
+        "other is run or blocks.isdisjoint(other.blocks)",
+        "other is run or other.row < 0 or blocks.isdisjoint(other.blocks)",
     ),
     Fault(
         "results computed on top of a failed row are used",

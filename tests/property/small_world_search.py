@@ -463,5 +463,6 @@ def _clone_kv(old: KvManager, copies: _Copies) -> KvManager:
     pool._cached, pool._parked_refs = OrderedDict(old.pool._cached), dict(old.pool._parked_refs)
     index = pool.index = PrefixIndex.__new__(PrefixIndex)
     index._hash_of = old.pool.index._hash_of[:]
+    index._first_of = old.pool.index._first_of[:]
     index._blocks = {d: b[:] if isinstance(b, list) else b for d, b in old.pool.index._blocks.items()}
     return new

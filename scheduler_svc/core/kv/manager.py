@@ -98,14 +98,10 @@ class KvManager:
     def cache_blocks(self, run: Run, num_tokens: int) -> None:
         """Enter the run's full blocks below `num_tokens` in the index."""
         first, full = run.num_cached, num_tokens // self.block_size
-        add, block_hash, blocks, tokens = (
-            self.pool.index.add,
-            run.request.chain.block_hash,
-            run.blocks,
-            run.request.tokens,
-        )
+        chain, blocks, tokens = run.request.chain, run.blocks, run.request.tokens
+        add, block_hash = self.pool.index.add, chain.block_hash
         for index in range(first, full):
-            add(blocks[index], block_hash(index, tokens))
+            add(blocks[index], block_hash(index, tokens), chain.hashes[0])
         run.num_cached = full
         run.cache_at = (full + 1) * self.block_size
 
@@ -119,15 +115,15 @@ class KvManager:
         run.cache_at = (num_cached + 1) * self.block_size
 
     def forget_blocks(self, run: Run) -> set[int]:
-        """Take out of the index whatever holds tokens of this run's request: the blocks of its table, and those found
-        by the hashes of its full blocks, since the table of a run that has ended is empty. Returns all of them."""
+        """Take out of the index every block that holds tokens of this run's request, and every block that was computed
+        on top of one. Returns the former: the blocks of its table, and those found by the hashes of its full blocks,
+        since the table of a run that has ended is empty."""
         index, request = self.pool.index, run.request
-        blocks = set(run.blocks)
-        if self.caching:
-            for number in range(request.num_tokens // self.block_size):
+        blocks, num_full = set(run.blocks), request.num_tokens // self.block_size
+        if self.caching and num_full:
+            for number in range(num_full):
                 blocks.update(index.find_all(request.chain.block_hash(number, request.tokens)))
-        for block in blocks:
-            index.remove(block)
+            index.remove_all_behind(request.chain.hashes[0])
         return blocks
 
     # --- allocation -----------------------------------------------------------------------------------------------

@@ -84,12 +84,14 @@ class HashChain:
 class PrefixIndex:
     """Block hash -> blocks of one rank that hold it. Of several, the one cached first is used."""
 
-    __slots__ = ("_blocks", "_hash_of")
+    __slots__ = ("_blocks", "_first_of", "_hash_of")
 
     def __init__(self, num_blocks: int) -> None:
         # One block, or a list of two and more in order of caching.
         self._blocks: dict[bytes, int | list[int]] = {}
         self._hash_of: list[bytes | None] = [None] * num_blocks
+        # Of each block, the hash of the first block of the prompt that it was computed for. Kept when it is forgotten.
+        self._first_of: list[bytes] = [b""] * num_blocks
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -106,8 +108,10 @@ class PrefixIndex:
     def hash_of(self, block: int) -> bytes | None:
         return self._hash_of[block]
 
-    def add(self, block: int, block_hash: bytes) -> None:
+    def add(self, block: int, block_hash: bytes, first_hash: bytes) -> None:
+        """`block` holds what the hash stands for. first_hash: hash of the first block before it, or its own."""
         self._hash_of[block] = block_hash
+        self._first_of[block] = first_hash
         blocks = self._blocks
         known = blocks.setdefault(block_hash, block)
         if known is block:
@@ -131,6 +135,12 @@ class PrefixIndex:
                 self._blocks[block_hash] = known[0]
         else:
             del self._blocks[block_hash]
+
+    def remove_all_behind(self, first_hash: bytes) -> None:
+        """Forget every block of every prompt that begins with this block. Looks at every block of the pool."""
+        for block, first in enumerate(self._first_of):
+            if first == first_hash:
+                self.remove(block)
 
     def clear(self) -> None:
         self._blocks.clear()

@@ -16,7 +16,7 @@ def block_hash(block: int) -> bytes:
 
 def cache(pool: BlockPool, *blocks: int) -> None:
     for block in blocks:
-        pool.index.add(block, block_hash(block))
+        pool.index.add(block, block_hash(block), block_hash(block))
 
 
 def test_the_null_block_is_never_handed_out() -> None:

@@ -91,7 +91,7 @@ def test_block_hashes_are_made_when_asked_for_and_kept() -> None:
 def test_of_several_blocks_with_one_block_hash_the_first_cached_is_used() -> None:
     index = PrefixIndex(1000)
     for block in (700, 3, 900):
-        index.add(block, b"d")
+        index.add(block, b"d", b"d")
     assert index.find(b"d") == 700 and len(index) == 1
     index.remove(700)
     assert index.find(b"d") == 3
@@ -104,19 +104,19 @@ def test_of_several_blocks_with_one_block_hash_the_first_cached_is_used() -> Non
 def test_caching_twice_enters_a_block_once() -> None:
     index = PrefixIndex(1000)
     block = int("500")
-    index.add(block, b"d")
-    index.add(int("500"), b"d")
+    index.add(block, b"d", b"d")
+    index.add(int("500"), b"d", b"d")
     assert index.entries() == [(b"d", [500])]
 
 
 def test_removing_what_holds_no_block_hash_is_nothing() -> None:
     index = PrefixIndex(10)
-    index.add(1, b"d")
+    index.add(1, b"d", b"d")
     index.remove(2)
     index.remove(1)
     index.remove(1)
     assert len(index) == 0
-    index.add(1, b"e")
+    index.add(1, b"e", b"e")
     index.clear()
     assert index.find(b"e") is None and index.hash_of(1) is None
 
@@ -194,7 +194,7 @@ def test_the_gates_count_free_hits_and_the_watermark() -> None:
     kv = KvManager(11, 4, caching=True, deferring=False, watermark=0.2)
     taken = kv.pool.take(4)
     for block in taken[:2]:
-        kv.pool.index.add(block, b"%d" % block)
+        kv.pool.index.add(block, b"%d" % block, b"%d" % block)
     kv.pool.release(taken)
     held = kv.pool.take(3)
     assert kv.pool.num_free == 7 and kv.watermark_blocks == 2

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from scheduler_svc.core import lifecycle
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.events import EndReason, RequestPreempted, RowFailed, StepAcked, WorkerProtocolError
 from tests.support.core_harness import World
@@ -108,6 +109,26 @@ def test_d51_what_was_computed_on_top_of_shared_blocks_is_not_trusted_either() -
     world.check_texts()
 
 
+@pytest.mark.parametrize("gone", ["aborted", "preempted"])
+def test_d51_what_a_run_has_computed_on_top_leaves_the_index_although_it_has_ended(gone: str) -> None:
+    world = World(replace(CONFIG, max_num_batched_tokens=64))
+    world.submit("bad", PROMPT[:9], 20)
+    world.step()
+    other = world.submit("other", PROMPT[:21], 20)
+    world.step()
+    world.schedule()
+    if gone == "aborted":
+        world.abort("other")
+    else:
+        lifecycle.recompute(world.scheduler.state, world.rank(), world.run_of("other"), cause="reset")
+    assert len(world.rank().kv.pool.index) >= 5
+    fail(world, "bad")
+    assert len(world.rank().kv.pool.index) == 0
+    world.run()
+    assert other.reason is (EndReason.ABORTED if gone == "aborted" else EndReason.LENGTH)
+    world.check_texts()
+
+
 def test_d51_blocks_of_a_run_that_has_ended_meanwhile_leave_the_index_too() -> None:
     world = World(replace(CONFIG, max_num_batched_tokens=64))
     bad = world.submit("bad", PROMPT[:9], 9)
@@ -183,3 +204,19 @@ def test_d51_a_request_that_is_set_aside_on_top_of_such_blocks_gives_them_up() -
     assert client.reason is EndReason.LENGTH
     world.check_texts()
     world.check_idle()
+
+
+def test_d51_what_uses_blocks_of_a_run_that_has_ended_meanwhile_is_computed_again() -> None:
+    """The table of such a run is empty: its blocks are found by their hashes."""
+    world = World(replace(CONFIG, max_num_batched_tokens=64))
+    world.submit("bad", PROMPT[:9], 9)
+    world.schedule()
+    other = world.submit("other", PROMPT[:13], 9)
+    world.schedule()
+    assert world.request("other").account.num_cached_tokens == 8
+    world.abort("bad")
+    effects = fail(world, "bad")
+    assert [effect.victim for effect in effects if isinstance(effect, RequestPreempted)] == ["other"]
+    world.run()
+    assert other.reason is EndReason.LENGTH
+    world.check_texts()
