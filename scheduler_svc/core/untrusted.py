@@ -23,7 +23,7 @@ def fail_row(state: CoreState, rank: RankState, run: Run, message: str) -> None:
     if run.drops_results:
         return
     blocks = rank.kv.forget_blocks(run)
-    # The newest first. Whoever shares a later block with a run that shares one shares an earlier one, too.
+    # The newest first. A run that shares a later block with one of these shares an earlier one with the failed run.
     for other in reversed((*rank.running, *rank.set_aside)):
         if other is run or blocks.isdisjoint(other.blocks):
             continue

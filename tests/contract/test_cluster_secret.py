@@ -119,8 +119,8 @@ async def test_f124_a_stranger_is_refused_every_rpc_and_nothing_happens(credenti
             address = worker.target.address if name.startswith("Worker") else scheduler.address
             async with grpc.aio.insecure_channel(address) as channel:
                 async with asyncio.timeout(30):
-                    told = await _refused(call(channel, metadata))
-            assert told == (grpc.StatusCode.UNAUTHENTICATED, reason), name
+                    answer = await _refused(call(channel, metadata))
+            assert answer == (grpc.StatusCode.UNAUTHENTICATED, reason), name
         status = await scheduler.status()
         assert not status.draining and status.ready
         # The worker was not taken over.

@@ -171,9 +171,9 @@ async def test_d50_a_front_end_that_cannot_be_served_is_refused_with_the_reason(
     async with running_scheduler("127.0.0.1:1") as scheduler:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await _attach(scheduler.address, hello)
-        told = read_refusal(caught.value)
-        assert (told.code, told.reason) == ("FAILED_PRECONDITION", reason)
-        assert said in told.message
+        refusal = read_refusal(caught.value)
+        assert (refusal.code, refusal.reason) == ("FAILED_PRECONDITION", reason)
+        assert said in refusal.message
 
 
 async def test_d57_outputs_of_an_earlier_stream_are_refused_while_they_cannot_be_continued() -> None:

@@ -38,7 +38,7 @@ class GenerationServiceStub:
     UNAVAILABLE          NO_WORKER, DRAINING, SCHEDULER_UNAVAILABLE: safe to try again elsewhere or later
     DEADLINE_EXCEEDED    the call's deadline passed; one still queued was never scheduled
     CANCELLED            ABORTED: Abort was called
-    INTERNAL             WORKER_FAULT, MODEL_OUTPUT_INVALID, INTERNAL_ERROR: logged on the server, nothing internal is told
+    INTERNAL             WORKER_FAULT, MODEL_OUTPUT_INVALID, INTERNAL_ERROR: logged on the server; the message has nothing internal
 
     A call that ends with an error after it was accepted carries the Usage so far as a further detail. Field names in a
     BadRequest are paths from GenerateRequest, for Complete too.
@@ -85,7 +85,7 @@ class GenerationServiceServicer:
     UNAVAILABLE          NO_WORKER, DRAINING, SCHEDULER_UNAVAILABLE: safe to try again elsewhere or later
     DEADLINE_EXCEEDED    the call's deadline passed; one still queued was never scheduled
     CANCELLED            ABORTED: Abort was called
-    INTERNAL             WORKER_FAULT, MODEL_OUTPUT_INVALID, INTERNAL_ERROR: logged on the server, nothing internal is told
+    INTERNAL             WORKER_FAULT, MODEL_OUTPUT_INVALID, INTERNAL_ERROR: logged on the server; the message has nothing internal
 
     A call that ends with an error after it was accepted carries the Usage so far as a further detail. Field names in a
     BadRequest are paths from GenerateRequest, for Complete too.
@@ -168,7 +168,7 @@ class GenerationService:
     UNAVAILABLE          NO_WORKER, DRAINING, SCHEDULER_UNAVAILABLE: safe to try again elsewhere or later
     DEADLINE_EXCEEDED    the call's deadline passed; one still queued was never scheduled
     CANCELLED            ABORTED: Abort was called
-    INTERNAL             WORKER_FAULT, MODEL_OUTPUT_INVALID, INTERNAL_ERROR: logged on the server, nothing internal is told
+    INTERNAL             WORKER_FAULT, MODEL_OUTPUT_INVALID, INTERNAL_ERROR: logged on the server; the message has nothing internal
 
     A call that ends with an error after it was accepted carries the Usage so far as a further detail. Field names in a
     BadRequest are paths from GenerateRequest, for Complete too.

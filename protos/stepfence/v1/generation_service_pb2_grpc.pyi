@@ -39,7 +39,7 @@ class GenerationServiceStub:
       UNAVAILABLE          NO_WORKER, DRAINING, SCHEDULER_UNAVAILABLE: safe to try again elsewhere or later
       DEADLINE_EXCEEDED    the call's deadline passed; one still queued was never scheduled
       CANCELLED            ABORTED: Abort was called
-      INTERNAL             WORKER_FAULT, MODEL_OUTPUT_INVALID, INTERNAL_ERROR: logged on the server, nothing internal is told
+      INTERNAL             WORKER_FAULT, MODEL_OUTPUT_INVALID, INTERNAL_ERROR: logged on the server; the message has nothing internal
 
     A call that ends with an error after it was accepted carries the Usage so far as a further detail. Field names in a
     BadRequest are paths from GenerateRequest, for Complete too.
@@ -79,7 +79,7 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
       UNAVAILABLE          NO_WORKER, DRAINING, SCHEDULER_UNAVAILABLE: safe to try again elsewhere or later
       DEADLINE_EXCEEDED    the call's deadline passed; one still queued was never scheduled
       CANCELLED            ABORTED: Abort was called
-      INTERNAL             WORKER_FAULT, MODEL_OUTPUT_INVALID, INTERNAL_ERROR: logged on the server, nothing internal is told
+      INTERNAL             WORKER_FAULT, MODEL_OUTPUT_INVALID, INTERNAL_ERROR: logged on the server; the message has nothing internal
 
     A call that ends with an error after it was accepted carries the Usage so far as a further detail. Field names in a
     BadRequest are paths from GenerateRequest, for Complete too.
@@ -115,7 +115,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
       UNAVAILABLE          NO_WORKER, DRAINING, SCHEDULER_UNAVAILABLE: safe to try again elsewhere or later
       DEADLINE_EXCEEDED    the call's deadline passed; one still queued was never scheduled
       CANCELLED            ABORTED: Abort was called
-      INTERNAL             WORKER_FAULT, MODEL_OUTPUT_INVALID, INTERNAL_ERROR: logged on the server, nothing internal is told
+      INTERNAL             WORKER_FAULT, MODEL_OUTPUT_INVALID, INTERNAL_ERROR: logged on the server; the message has nothing internal
 
     A call that ends with an error after it was accepted carries the Usage so far as a further detail. Field names in a
     BadRequest are paths from GenerateRequest, for Complete too.

@@ -122,10 +122,10 @@ async def test_f19_the_deadline_comes_back_with_the_usage_so_far(unary: bool) ->
         request.accept()
         request.send_tokens(b"abc")
         request.fail(DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
-        told = await refusal(call)
-        assert (told.code, told.reason) == ("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED")
-        assert told.usage is not None
-        assert (told.usage.num_prompt_tokens, told.usage.num_completion_tokens) == (4, 3)
+        answer = await refusal(call)
+        assert (answer.code, answer.reason) == ("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED")
+        assert answer.usage is not None
+        assert (answer.usage.num_prompt_tokens, answer.usage.num_completion_tokens) == (4, 3)
         await under_test.until_nothing_is_left()
 
 
@@ -157,10 +157,10 @@ async def test_abort_ends_the_call_of_any_client_with_the_usage_so_far() -> None
             )
             await abort(pb.AbortRequest(request_id=request_id), timeout=30)
         assert await request.cancelled() == session_pb.CANCEL_REASON_ABORTED
-        told = await refusal(call)
-        assert (told.code, told.reason) == ("CANCELLED", "ABORTED")
-        assert told.usage is not None
-        assert told.usage.num_completion_tokens == 2
+        answer = await refusal(call)
+        assert (answer.code, answer.reason) == ("CANCELLED", "ABORTED")
+        assert answer.usage is not None
+        assert answer.usage.num_completion_tokens == 2
         await under_test.until_nothing_is_left()
 
 
@@ -169,8 +169,8 @@ async def test_aborting_what_is_not_live_is_not_found() -> None:
         under_test.double.play = lambda submit: [b"x"]
         done = await under_test.stub.Complete(complete(text_request()), timeout=30)
         for request_id in (done.request_id, "gen-" + "0" * 32):
-            told = await refusal(under_test.stub.Abort(pb.AbortRequest(request_id=request_id), timeout=30))
-            assert (told.code, told.reason) == ("NOT_FOUND", "REQUEST_NOT_FOUND")
+            answer = await refusal(under_test.stub.Abort(pb.AbortRequest(request_id=request_id), timeout=30))
+            assert (answer.code, answer.reason) == ("NOT_FOUND", "REQUEST_NOT_FOUND")
 
 
 @pytest.mark.parametrize("request_id", ["", "never", "done"])
@@ -180,8 +180,8 @@ async def test_an_operator_may_abort_any_id_and_hears_which_are_not_live(request
         under_test.double.play = lambda submit: [b"x"]
         await under_test.stub.Complete(complete(text_request(request_id="done")), timeout=30)
         abort = under_test.stub.Abort(pb.AbortRequest(request_id=request_id), timeout=30, metadata=secret.metadata)
-        told = await refusal(abort)
-        assert (told.code, told.reason) == ("NOT_FOUND", "REQUEST_NOT_FOUND")
+        answer = await refusal(abort)
+        assert (answer.code, answer.reason) == ("NOT_FOUND", "REQUEST_NOT_FOUND")
 
 
 @pytest.mark.parametrize("unary", [False, True])
@@ -196,10 +196,10 @@ async def test_f68_a_failure_amid_the_stream_is_no_success(unary: bool) -> None:
         request.accept()
         request.send_tokens(*[b"x"] * 7)
         request.fail(INTERNAL, "WORKER_FAULT", "it fails wherever it runs")
-        told = await refusal(call)
-        assert (told.code, told.reason, told.message) == ("INTERNAL", "WORKER_FAULT", "it fails wherever it runs")
-        assert told.usage is not None
-        assert (told.usage.num_completion_tokens, told.usage.num_preemptions) == (7, 2)
+        answer = await refusal(call)
+        assert (answer.code, answer.reason, answer.message) == ("INTERNAL", "WORKER_FAULT", "it fails wherever it runs")
+        assert answer.usage is not None
+        assert (answer.usage.num_completion_tokens, answer.usage.num_preemptions) == (7, 2)
 
 
 async def test_what_was_held_back_is_not_delivered_when_the_request_fails() -> None:
@@ -262,8 +262,8 @@ async def test_a_scheduler_that_comes_back_is_found_again() -> None:
             under_test.stub.Complete(complete(text_request()), timeout=30),
             under_test.stub.GetModel(pb.GetModelRequest(), timeout=30),
         ):
-            told = await refusal(call)
-            assert (told.code, told.reason) == ("UNAVAILABLE", "SCHEDULER_UNAVAILABLE")
+            answer = await refusal(call)
+            assert (answer.code, answer.reason) == ("UNAVAILABLE", "SCHEDULER_UNAVAILABLE")
         await double.start()
         await under_test.until_health(1)
         assert (await under_test.stub.Complete(complete(text_request()), timeout=30)).text == "ok"
@@ -309,8 +309,8 @@ async def test_a_draining_scheduler_takes_nothing_new_and_finishes_what_it_has()
         request.accept()
         under_test.double.send(session_pb.AttachResponse(draining=True))
         await under_test.until_health(2)
-        told = await refusal(under_test.stub.Complete(complete(text_request()), timeout=30))
-        assert (told.code, told.reason) == ("UNAVAILABLE", "DRAINING")
+        answer = await refusal(under_test.stub.Complete(complete(text_request()), timeout=30))
+        assert (answer.code, answer.reason) == ("UNAVAILABLE", "DRAINING")
         request.send_tokens(b"ok")
         request.end_length()
         assert (await read_stream(call)).text == "ok"
@@ -342,9 +342,9 @@ async def test_f19_a_slow_reader_is_bounded_and_blocks_nobody() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             while (event := await slow.read()) is not EOF:
                 received += event.delta.text
-        told = read_refusal(caught.value)
-        assert (told.code, told.reason) == ("RESOURCE_EXHAUSTED", "SLOW_READER")
-        assert told.usage is not None
+        answer = read_refusal(caught.value)
+        assert (answer.code, answer.reason) == ("RESOURCE_EXHAUSTED", "SLOW_READER")
+        assert answer.usage is not None
         # A prefix of the text, without holes.
         whole = frame.decode() * (len(received) // len(frame) + 1)
         assert whole.startswith(received)
@@ -394,7 +394,7 @@ async def test_64_streams_with_random_cancels_leave_nothing() -> None:
 
         await asyncio.gather(*(client(request_id) for request_id in texts))
         await under_test.until_nothing_is_left()
-        # The scheduler is told that no stream is open any more.
+        # The scheduler is answer that no stream is open any more.
         await until(lambda: double.frames_up[-1].num_live_streams == 0)
 
 
@@ -416,5 +416,5 @@ async def test_a_scheduler_that_never_says_attached_leaves_the_front_end_not_rea
     async with double, front_end(double, ready=False) as under_test:
         await until(lambda: bool(double.hellos))
         assert await under_test.health() == 2
-        told = await refusal(under_test.stub.Generate(text_request(), timeout=30))
-        assert told.reason == "SCHEDULER_UNAVAILABLE"
+        answer = await refusal(under_test.stub.Generate(text_request(), timeout=30))
+        assert answer.reason == "SCHEDULER_UNAVAILABLE"

@@ -181,9 +181,9 @@ async def test_f118_the_receive_limit_holds_after_decompression_and_others_go_on
         async with grpc.aio.insecure_channel(under_test.address, options, compression=compression) as channel:
             empty_messages = bytes_field(4, repeated(b"\x0a\x00", num_bytes))
             for method, data in ((_GENERATE, empty_messages), (_COMPLETE, bytes_field(1, empty_messages))):
-                with pytest.raises(grpc.aio.AioRpcError) as told:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await _whole(channel, method, data)
-                assert told.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         request.send_tokens(b"x")
         request.end_length()
         assert [event.WhichOneof("event") async for event in other] == ["accepted", "delta", "finished"]
@@ -211,13 +211,13 @@ async def test_f118_compressed_messages_within_the_limit_are_served() -> None:
 async def test_f118_the_receive_limit_follows_the_longest_prompt() -> None:
     async with served(max_prompt_bytes=6 << 20) as under_test:
         text = "a" * (6 << 20)
-        with pytest.raises(grpc.aio.AioRpcError) as told:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
             await under_test.stub.Complete(complete(text_request(text)), timeout=60)
         # The text was taken and tokenized: the model is what it is too long for.
-        assert read_refusal(told.value).reason == "PROMPT_TOO_LONG"
-        with pytest.raises(grpc.aio.AioRpcError) as told:
+        assert read_refusal(caught.value).reason == "PROMPT_TOO_LONG"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
             await under_test.stub.Complete(complete(text_request(text + "a")), timeout=60)
-        assert read_refusal(told.value).reason == "PROMPT_TOO_LARGE"
+        assert read_refusal(caught.value).reason == "PROMPT_TOO_LARGE"
 
 
 def test_f118_the_largest_prompt_always_fits_into_a_message() -> None:

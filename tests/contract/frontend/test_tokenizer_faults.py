@@ -47,8 +47,8 @@ async def test_f121_token_ids_are_served_without_a_usable_tokenizer(
             assert (await read_stream(under_test.stub.Generate(request, timeout=30))).token_ids == list(b"ok")
             chat = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")]))
             for refused in (text_request(), chat):
-                told = await refusal(under_test.stub.Complete(complete(refused), timeout=30))
-                assert (told.code, told.reason) == ("INVALID_ARGUMENT", "NO_TOKENIZER")
+                answer = await refusal(under_test.stub.Complete(complete(refused), timeout=30))
+                assert (answer.code, answer.reason) == ("INVALID_ARGUMENT", "NO_TOKENIZER")
             # The same model again: nothing more to say.
             num_hellos = len(double.hellos)
             double.drop_stream()
@@ -123,8 +123,8 @@ async def test_f121_every_call_ends_with_a_status_and_the_front_end_goes_on(kind
             under_test.stub.Generate(request(), timeout=30),
             under_test.stub.Complete(complete(request()), timeout=30),
         ):
-            told = await refusal(call)
-            assert (told.code, told.reason) == ("INTERNAL", "INTERNAL_ERROR")
+            answer = await refusal(call)
+            assert (answer.code, answer.reason) == ("INTERNAL", "INTERNAL_ERROR")
         session._model = served_model
         assert (await under_test.stub.Complete(complete(text_request()), timeout=30)).text == "okok!"
         assert len(double.hellos) == 1

@@ -47,9 +47,9 @@ async def test_f119_check_and_list_say_what_was_set(kind: Any) -> None:
     checks = kind()
     async with _serving(checks) as (stub, _):
         assert (await stub.Check(_of(""))).status == _SERVING
-        with pytest.raises(grpc.aio.AioRpcError) as told:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Check(_of("a"))
-        assert told.value.code() is grpc.StatusCode.NOT_FOUND
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         checks.set("a", is_serving=False)
         assert (await stub.Check(_of("a"))).status == _NOT_SERVING
         checks.set("a", is_serving=True)
@@ -80,9 +80,9 @@ async def test_f119_more_watchers_than_are_allowed_are_refused_until_one_leaves(
         watches = [stub.Watch(_of("")) for _ in range(2)]
         for watch in watches:
             assert await _next(watch) == _SERVING
-        with pytest.raises(grpc.aio.AioRpcError) as told:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
             await _next(stub.Watch(_of("")))
-        assert told.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert (await stub.Check(_of(""))).status == _SERVING
         watches[0].cancel()
         async with asyncio.timeout(30):
@@ -94,9 +94,9 @@ async def test_f119_more_watchers_than_are_allowed_are_refused_until_one_leaves(
 @BOTH
 async def test_f119_no_name_is_kept_that_is_no_name(kind: Any) -> None:
     async with _serving(kind()) as (stub, _):
-        with pytest.raises(grpc.aio.AioRpcError) as told:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
             await _next(stub.Watch(_of("a" * 257)))
-        assert told.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 @BOTH

@@ -580,10 +580,10 @@ async def test_f118_operators_messages_are_counted_before_they_are_decoded(
 ) -> None:
     async with grpc.aio.insecure_channel(scheduler.address) as channel:
         call: Any = channel.unary_unary(f"/stepfence.v1.AdminService/{method}")  # type: ignore[call-arg]
-        for data, told in ((number_field(15, 1) * 1_000_000, "16384 fields"), (b"\xff", "not a stepfence.v1.")):
+        for data, text in ((number_field(15, 1) * 1_000_000, "16384 fields"), (b"\xff", "not a stepfence.v1.")):
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await call(data, timeout=30)
             assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert told in (error.value.details() or "")
+            assert text in (error.value.details() or "")
         status: Any = channel.unary_unary("/stepfence.v1.AdminService/GetStatus")  # type: ignore[call-arg]
         assert await status(b"", timeout=30)

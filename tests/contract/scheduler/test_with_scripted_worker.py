@@ -108,9 +108,9 @@ async def test_a_poisonous_request_fails_and_its_neighbours_complete(caplog: pyt
             assert bad.failure is not None and bad.failure.reason == "WORKER_FAULT"
             await right(good)
         await scheduler.all_free()
-    (told,) = [vars(record) for record in caplog.records if record.message == "request failed"]
-    assert (told["request_id"], told["reason"], told["num_completion_tokens"]) == ("poison", "worker_fault", 0)
-    assert told["cause"] == bad.failure.message
+    (record,) = [vars(record) for record in caplog.records if record.message == "request failed"]
+    assert (record["request_id"], record["reason"], record["num_completion_tokens"]) == ("poison", "worker_fault", 0)
+    assert record["cause"] == bad.failure.message
     ended = [vars(record) for record in caplog.records if record.message == "request ended"]
     assert {line["request_id"] for line in ended} == {stream.request_id for stream in good}
 
@@ -129,8 +129,8 @@ async def test_d51_a_row_that_fails_alone_ends_its_request_and_nothing_else(capl
             await right(good)
         assert (await scheduler.rank(worker.target.address)).epoch == 1
         await scheduler.all_free()
-    (told,) = [vars(record) for record in caplog.records if record.message == "request failed"]
-    assert (told["request_id"], told["reason"]) == ("invalid", "model_output_invalid")
+    (record,) = [vars(record) for record in caplog.records if record.message == "request failed"]
+    assert (record["request_id"], record["reason"]) == ("invalid", "model_output_invalid")
 
 
 async def test_a_draining_worker_hands_its_requests_over() -> None:

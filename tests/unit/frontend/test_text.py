@@ -300,7 +300,7 @@ def test_the_byte_tokenizer_keeps_special_tokens_to_its_template() -> None:
         {"tokenizer.json": byte_level_json(), "tokenizer_config.json": b'{"add_bos_token": true, "bos_token": "<no>"}'},
     ],
 )
-def test_unusable_files_are_told(model: dict[str, bytes]) -> None:
+def test_unusable_files_are_refused(model: dict[str, bytes]) -> None:
     with pytest.raises(TokenizerError):
         load_tokenizer(model)
 
@@ -325,7 +325,7 @@ _DEEP = 100_000
 
 
 @pytest.mark.parametrize(
-    "model, told",
+    "model, text",
     [
         (files(_PANICS_AT_LOAD, {}), "tokenizer.json: PanicException: "),
         (files(_PANICS_AT_EVERY_TEXT, {}), "cannot be encoded and decoded: PanicException: chunk size"),
@@ -342,10 +342,10 @@ _DEEP = 100_000
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
-def test_f121_whatever_is_wrong_with_the_files_is_one_error_that_says_what(model: dict[str, bytes], told: str) -> None:
+def test_f121_whatever_is_wrong_with_the_files_is_one_error_that_says_what(model: dict[str, bytes], text: str) -> None:
     with pytest.raises(TokenizerError) as error:
         load_tokenizer(model)
-    assert told in str(error.value)
+    assert text in str(error.value)
     assert len(str(error.value)) < 500
 
 
@@ -369,9 +369,9 @@ def test_f121_every_failure_is_contained(error: BaseException) -> None:
     def fail() -> None:
         raise error
 
-    with pytest.raises(TokenizerError, match=f"{type(error).__name__}: p") as told:
+    with pytest.raises(TokenizerError, match=f"{type(error).__name__}: p") as caught:
         contained(fail, kept=(ChatError,))
-    assert told.value.__cause__ is error
+    assert caught.value.__cause__ is error
 
 
 @pytest.mark.parametrize("kind", [asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit, ChatError])

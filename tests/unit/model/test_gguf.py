@@ -203,7 +203,7 @@ def test_f121_a_beginning_of_sequence_may_be_any_text(bos_token_id: int) -> None
 
 
 @pytest.mark.parametrize(
-    "changes, told",
+    "changes, text",
     [
         ({"bos_token_id": 99_999}, "bos_token_id is 99999"),
         ({"bos_token_id": -1}, "bos_token_id is -1"),
@@ -213,8 +213,8 @@ def test_f121_a_beginning_of_sequence_may_be_any_text(bos_token_id: int) -> None
         ({"tokens": 5}, "cannot be used: TypeError"),
     ],
 )
-def test_f121_whatever_is_wrong_with_the_vocabulary_is_a_broken_model(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(BrokenModel, match=told):
+def test_f121_whatever_is_wrong_with_the_vocabulary_is_a_broken_model(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(BrokenModel, match=text):
         build_tokenizer(_fields(**changes))
 
 

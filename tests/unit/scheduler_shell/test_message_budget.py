@@ -84,9 +84,9 @@ def test_f118_any_bytes_are_counted_or_refused(data: bytes) -> None:
     ],
 )
 def test_f118_the_field_where_the_count_ends_is_named(data: bytes, field: str) -> None:
-    with pytest.raises(TooManyFields) as told:
+    with pytest.raises(TooManyFields) as caught:
         check_num_fields(data, _KIND, 20)
-    assert told.value.field == field
+    assert caught.value.field == field
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ class SlowNames:
     """An AddressResolver that answers what was true when it was asked; `delay_s` says how much later."""
 
     def __init__(self) -> None:
-        self.answer: tuple[str, ...] | Exception = OSError("nobody knows")
+        self.answer: tuple[str, ...] | Exception = OSError("unknown")
         self.delay_s = 10.0
         self.num_waiting = 0
         self.most_waiting = 0
@@ -78,7 +78,7 @@ def test_a_worker_is_found_while_earlier_questions_still_wait_for_their_answers(
             # The answers to the earlier questions come now, and change nothing.
             await asyncio.sleep(20)
             assert [client.rank for client in pool.clients] == ["10.0.0.1:50061"]
-            assert "nobody knows" not in pool.not_ready_cause()
+            assert "unknown" not in pool.not_ready_cause()
 
     run_virtually(check())
 
@@ -106,7 +106,7 @@ def test_a_name_server_that_is_slow_is_told_and_not_flooded() -> None:
             await asyncio.sleep(299)
             assert names.most_waiting <= 12
             await asyncio.sleep(2)
-            assert pool.not_ready_cause() == f"no worker is up ({NAME}: cannot be resolved: nobody knows)"
+            assert pool.not_ready_cause() == f"no worker is up ({NAME}: cannot be resolved: unknown)"
         assert names.num_waiting == 0
 
     run_virtually(check())
