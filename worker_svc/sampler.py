@@ -68,6 +68,8 @@ def _best(scores: torch.Tensor) -> torch.Tensor:
 
 def _draw(logits: torch.Tensor, rows: SamplingRows, drawn: npt.NDArray[np.intp]) -> torch.Tensor:
     device = logits.device
+    # With the largest at 0 no quotient overflows, however small the temperature: what is not finite then was so before.
+    logits.sub_(logits.amax(dim=-1, keepdim=True))
     logits.div_(torch.from_numpy(rows.parameters["temperature"][drawn]).to(device).unsqueeze(1))
     for name, keep_likely in _FILTERS:
         keep_likely(logits, rows.parameters[name][drawn])

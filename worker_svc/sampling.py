@@ -15,6 +15,10 @@ import numpy.typing as npt
 Column = npt.NDArray[Any]
 
 
+# Temperatures below this are 0.
+_GREEDY_BELOW: Final = 1e-5
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """A number of every row. is_valid: of the value on the wire. as_kept: from the wire to the column."""
@@ -40,8 +44,13 @@ def _number(
 class Sampling:
     """Resolved sampling parameters of one request."""
 
-    # 0 = greedy.
-    temperature: float = _number(0.0, np.float32, lambda value: math.isfinite(value) and 0 <= value <= 100)
+    # 0 = greedy; so is what is so small that no other token has a chance.
+    temperature: float = _number(
+        0.0,
+        np.float32,
+        lambda value: math.isfinite(value) and 0 <= value <= 100,
+        lambda value: value if value >= _GREEDY_BELOW else 0.0,
+    )
     # 1 = off. Not 0: so a request whose parameters were left out is noticed, and not taken for a greedy one.
     top_p: float = _number(1.0, np.float32, lambda value: 0 < value <= 1)
     # 0 = off; -1 on the wire means the same.

@@ -50,6 +50,8 @@ def recompute(state: CoreState, rank: RankState, run: Run, *, cause: str) -> Non
     queue."""
     request = run.request
     preempt(state, rank, run, beneficiary="", cause=cause)
+    # Also those of the answer that is being settled, whose step is not in the window any more.
+    run.drops_results = True
     rank.window.drop(request)
     request.awaited = request.awaited_optional = 0
     state.queue.prepend(request)

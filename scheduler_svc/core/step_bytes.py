@@ -9,9 +9,9 @@ _ROW_OVERHEAD = 96
 
 
 def columns_bytes(num_rows: int, max_num_batched_tokens: int) -> int:
-    """A step without new requests and deferred frees: its columns, and ids of as many dropped requests as it has
-    rows."""
-    return num_rows * (MAX_ID_BYTES + 8) + 8 * max_num_batched_tokens + 16 * num_rows + 1024
+    """A step without new requests and deferred frees: its columns (of each token at most a new block, its row, and a
+    draft), and ids of as many dropped requests as it has rows."""
+    return num_rows * (MAX_ID_BYTES + 8) + 12 * max_num_batched_tokens + 16 * num_rows + 1024
 
 
 def row_bytes(num_tokens: int, num_blocks: int, request_id: str, sampling: bytes) -> int:

@@ -79,6 +79,12 @@ def check_limits(capabilities: WorkerCapabilities, config: SessionConfig) -> Non
     if missing := sorted(required_features(config) - capabilities.features):
         names = ", ".join(feature.name for feature in missing)
         raise RankUnfit(f"it does not have {names}, which --num-speculative-tokens needs: set it to 0")
+    model = capabilities.model
+    if model.max_model_len < 2 or model.vocab_size < 1:
+        raise RankUnfit(
+            f"its model has a vocabulary of {model.vocab_size} and takes {model.max_model_len} tokens: nothing can be "
+            "generated with it"
+        )
     longest = min(config.max_model_len, capabilities.model.max_model_len)
     needed = largest_row_bytes(longest, config.block_size) + columns_bytes(
         config.num_rows, config.max_num_batched_tokens

@@ -41,8 +41,10 @@ from scheduler_svc.workers.fitness import RankRegister, SessionConfig, check_lim
 from scheduler_svc.workers.served_model import ServedModel
 from scheduler_svc.workers.window import StepWindow
 
-# More than any device holds; counting so many takes this process a gigabyte.
-_MAX_NUM_BLOCKS: Final = 1 << 24
+# More than any device holds. To count so many takes this process half a second.
+_MAX_NUM_BLOCKS: Final = 1 << 22
+# A stream that lasted for so long was no failed attempt. Seconds.
+_STABLE_S: Final = 10.0
 # ErrorInfo reason of a worker that is leaving.
 _DRAINING: Final = "DRAINING"
 # Code of a worker that cannot be opened as asked.
@@ -172,7 +174,9 @@ class WorkerSession:
         self._drained_incarnation: int | None = None
         self._window = StepWindow(0)
         self._lost_at: float | None = None
+        # Attempts in a row that ended soon and without a result.
         self._num_failures = 0
+        self._connected_at = 0.0
 
     # --- what holds now ---
 
@@ -255,7 +259,7 @@ class WorkerSession:
         if not self.is_connected:
             if not isinstance(frame, Opened):
                 raise WorkerProtocolError("the first frame is not opened")
-            return self._opened(frame)
+            return self._opened(frame, now)
         if isinstance(frame, StepResult):
             return self._result(frame, now)
         if isinstance(frame, WorkerDraining):
@@ -270,6 +274,8 @@ class WorkerSession:
 
     def attempt_ended(self, error: Exception | None, now: float) -> tuple[list[Action], Retry]:
         """The attempt is over. error: what ended it; None when the worker ended the stream in order."""
+        if self.is_connected and now - self._connected_at >= _STABLE_S:
+            self._num_failures = 0
         error = self._judged(error)
         match error:
             case None if self._is_leaving:
@@ -277,7 +283,7 @@ class WorkerSession:
             case RankUnfit():
                 actions = self._unfit(str(error))
             case WorkerProtocolError():
-                actions = self._end(f"wrong answer: {error}")
+                actions = self._wrong_answer(f"wrong answer: {error}")
             case LinkRejected():
                 actions = self._rejected(error)
             case _:
@@ -327,13 +333,13 @@ class WorkerSession:
 
     # --- opened ---
 
-    def _opened(self, opened: Opened) -> list[Action]:
+    def _opened(self, opened: Opened, now: float) -> list[Action]:
         capabilities = self._asked()
         if opened.worker_incarnation != capabilities.worker_incarnation:
             raise LinkLost("the worker process was replaced while it was opened")
-        return self._joined(opened, capabilities) if self.state is State.OPENING else self._reopened(opened)
+        return self._joined(opened, capabilities, now) if self.state is State.OPENING else self._reopened(opened, now)
 
-    def _joined(self, opened: Opened, capabilities: WorkerCapabilities) -> list[Action]:
+    def _joined(self, opened: Opened, capabilities: WorkerCapabilities, now: float) -> list[Action]:
         if opened.num_blocks < 2:
             raise RankUnfit(f"its pool has {opened.num_blocks} blocks, at least 2 are needed (block 0 holds nothing)")
         if opened.num_blocks > _MAX_NUM_BLOCKS:
@@ -348,7 +354,7 @@ class WorkerSession:
         self._is_leaving = False
         self.num_rows_held = 0
         self._move(Move.JOIN)
-        self._connected()
+        self._connected(now)
         fields = {
             **self._facts(),
             "num_blocks": opened.num_blocks,
@@ -366,7 +372,7 @@ class WorkerSession:
         )
         return [Say(logging.INFO, "rank up", fields), Joined(event), Transmit()]
 
-    def _reopened(self, opened: Opened) -> list[Action]:
+    def _reopened(self, opened: Opened, now: float) -> list[Action]:
         newest = self._window.newest_seq
         if opened.executed_step_seq > newest:
             raise WorkerProtocolError(f"step {opened.executed_step_seq} executed, the newest sent is {newest}")
@@ -379,13 +385,13 @@ class WorkerSession:
                 "another scheduler opened it meanwhile",
             )
         self._move(Move.REOPEN_LEAVING if self._is_leaving else Move.REOPEN)
-        self._connected()
+        self._connected(now)
         fields = {"rank": self.rank, "epoch": self.epoch, "num_steps_replayed": len(self._window)}
         return [Say(logging.INFO, "stream to rank opened again", fields), Transmit()]
 
-    def _connected(self) -> None:
+    def _connected(self, now: float) -> None:
         self._window.start_stream()
-        self._num_failures = 0
+        self._connected_at = now
         self._lost_at = None
         self.cause = ""
 
@@ -402,6 +408,7 @@ class WorkerSession:
         if result.epoch != self.epoch:
             raise WorkerProtocolError(f"a result of epoch {result.epoch} in epoch {self.epoch}")
         rtt_s = self._window.acknowledge(result, now)
+        self._num_failures = 0
         self.num_rows_held = result.num_rows_held
         event = StepAcked(self.rank, self.epoch, result.step_seq, result.sampled, result.counts, result.row_errors)
         return [Acked(event, rtt_s, result.staged_us * 1e-6, result.executed_us * 1e-6)]
@@ -437,6 +444,15 @@ class WorkerSession:
             self._drained_incarnation = self._incarnation
         actions = self._end(str(error), graceful=is_leaving)
         self.cause = str(error)
+        return actions
+
+    def _wrong_answer(self, cause: str) -> list[Action]:
+        actions = self._end(cause)
+        if not actions and cause != self.cause:
+            # There was no epoch whose end would say it.
+            fields = {"rank": self.rank, "host": self.host, "cause": cause}
+            actions.append(Say(logging.WARNING, "rank refused", fields))
+        self.cause = cause
         return actions
 
     def _unfit(self, cause: str) -> list[Action]:

@@ -742,6 +742,12 @@ FAULTS: tuple[Fault, ...] = (
         "pass",
     ),
     Fault(
+        "a row that failed for another one's sake fails",
+        "lifecycle:recompute",
+        "run.drops_results = True",
+        "pass",
+    ),
+    Fault(
         "a failed row may have tokens",
         "settlement:_checked",
         "count == 0 if run.row in failed else min(least, most) <= count <= most",

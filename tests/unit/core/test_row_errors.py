@@ -16,8 +16,8 @@ CONFIG = SchedulerConfig(block_size=4, max_num_seqs=4, max_num_batched_tokens=8,
 PROMPT = list(range(20, 44))
 
 
-def fail(world: World, request_id: str, rank: str = "r0") -> list[object]:
-    """Deliver the oldest answer with the row of this request failed."""
+def fail(world: World, *request_ids: str, rank: str = "r0") -> list[object]:
+    """Deliver the oldest answer with the rows of these requests failed."""
     answer = world.answers[rank].popleft()
     record = world.rank(rank).window.oldest
     assert record is not None
@@ -26,7 +26,7 @@ def fail(world: World, request_id: str, rank: str = "r0") -> list[object]:
     given = answer.counts or [min(expected, 1) for expected in record.expected]
     for run, count in zip(record.runs, given, strict=True):
         row, sampled = sampled[:count], sampled[count:]
-        if run.request.request_id == request_id:
+        if run.request.request_id in request_ids:
             failed.append(RowFailed(run.row, "not finite"))
             row = []
         kept += row
@@ -220,3 +220,28 @@ def test_d51_what_uses_blocks_of_a_run_that_has_ended_meanwhile_is_computed_agai
     world.run()
     assert other.reason is EndReason.LENGTH
     world.check_texts()
+
+
+@pytest.mark.parametrize("depth, num_in_flight", [(1, 1), (2, 1), (2, 2)])
+def test_d51_a_row_that_fails_because_it_has_read_a_failed_row_is_computed_again(
+    depth: int, num_in_flight: int
+) -> None:
+    """Both fail in one result. Only the first of them is at fault, whatever else is in flight."""
+    world = World(replace(CONFIG, max_num_batched_tokens=64, max_inflight_steps=depth))
+    bad = world.submit("bad", PROMPT[:9], 9)
+    other = world.submit("other", [*PROMPT[:9], 1, 2, 3], 9)
+    for _ in range(num_in_flight):
+        world.schedule()
+    fail(world, "bad", "other")
+    world.run()
+    assert (bad.reason, other.reason) == (EndReason.MODEL_OUTPUT_INVALID, EndReason.LENGTH)
+    world.check_texts()
+
+
+def test_d51_blocks_of_a_neighbour_that_ends_in_the_same_result_are_not_found_later() -> None:
+    world = World(replace(CONFIG, max_num_batched_tokens=64))
+    world.submit("bad", PROMPT[:9], 9)
+    world.submit("short", [*PROMPT[:9], 1, 2, 3, 4], 1)
+    world.schedule()
+    fail(world, "bad")
+    assert len(world.rank().kv.pool.index) == 0

@@ -166,3 +166,15 @@ def test_at_least_one_token_is_always_kept() -> None:
     logits = torch.tensor([[0.0, 5.0, 5.0, -1.0]]).repeat(200, 1)
     drawn = sample(logits, _rows(200, top_p=1e-9, top_k=1, min_p=1.0, temperature=0.01))
     assert set(drawn.tolist()) <= {1, 2}
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-30, 1e-37, 1e-38, 1e-40, 1e-45, 1e-300])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}])
+def test_f103_the_smallest_temperatures_are_greedy_and_no_row_error(
+    temperature: float, filters: dict[str, float]
+) -> None:
+    """A quotient that overflows would be taken for logits that are not finite (D51)."""
+    logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(3)) * 40
+    assert torch.equal(sample(logits.clone(), _rows(50, temperature=temperature, **filters)), logits.argmax(-1))
+    (kept,) = [each.as_kept for each in PARAMETERS if each.name == "temperature"]
+    assert kept(temperature) == (temperature if temperature >= 1e-5 else 0)

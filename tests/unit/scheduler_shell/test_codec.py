@@ -109,6 +109,30 @@ def test_a_step_takes_no_more_bytes_than_the_core_counts(output: SchedulerOutput
     assert len(_step(frame).new_requests) == len(output.new_requests)
 
 
+def test_the_bound_of_a_step_holds_for_blocks_of_one_token_and_as_many_drafts_as_possible() -> None:
+    num_rows, num_tokens = 128, 2048
+    ids = tuple("x" * 252 + f"{index:04d}" for index in range(num_rows))
+    output = SchedulerOutput(
+        rank="r0",
+        epoch=1 << 60,
+        step_seq=1 << 40,
+        fence_seq=1 << 40,
+        processed_step_seq=1 << 40,
+        new_requests=(),
+        rows=array("i", range(num_rows)),
+        num_tokens=array("i", [num_tokens // num_rows] * num_rows),
+        appended_rows=array("i", [row for row in range(num_rows) for _ in range(num_tokens // num_rows)]),
+        appended_blocks=array("i", range(num_tokens)),
+        preempted_request_ids=(),
+        finished_request_ids=ids,
+        deferred_frees=(),
+        num_drafts=array("i", [num_tokens // num_rows - 1] * num_rows),
+        draft_token_ids=array("i", [99] * (num_tokens - num_rows)),
+        total_num_tokens=num_tokens,
+    )
+    assert len(workers_codec.encode_step(output, 1 << 24)) <= columns_bytes(num_rows, num_tokens)
+
+
 def test_what_is_no_message_is_a_breach_of_the_protocol() -> None:
     with pytest.raises(WorkerProtocolError):
         workers_codec.decode_worker_frame(b"\xff\xff\xff")

@@ -211,7 +211,35 @@ def test_pauses_grow_with_failures_in_a_row_and_start_over_with_success() -> Non
     pauses = [one.attempt_ended(LinkRefused("refused"), 0.0)[1].seconds for _ in range(5)]
     assert pauses == [0.1, 0.2, 0.4, 0.5, 0.5]
     join(one)
+    one.queue(step(1, 1))
+    one.take_frame(0.0)
+    one.frame_arrived(result(1, 1), 0.0)
     assert one.attempt_ended(LinkLost("cut"), 0.0)[1].seconds == 0.1
+
+
+def test_an_epoch_that_ends_at_once_is_a_failure_and_one_that_lasted_is_none() -> None:
+    """A worker that can be opened and then answers wrongly is not opened ten times a second."""
+    one = session()
+    pauses = []
+    for _ in range(5):
+        join(one)
+        pauses.append(one.attempt_ended(WorkerProtocolError("no such step"), 0.0)[1].seconds)
+    assert pauses == [0.1, 0.2, 0.4, 0.5, 0.5]
+    join(one, 0.0)
+    assert one.attempt_ended(LinkLost("cut"), 60.0)[1].seconds == 0.1
+
+
+def test_a_wrong_answer_to_an_open_is_said_once() -> None:
+    one = session()
+    for number in range(3):
+        one.capabilities_arrived(CAPABILITIES)
+        one.check()
+        one.opening()
+        with pytest.raises(WorkerProtocolError) as wrong:
+            one.frame_arrived(opened(executed=5), 0.0)
+        actions, _ = one.attempt_ended(wrong.value, 0.0)
+        assert len(actions) == (number == 0)
+        assert one.cause == "wrong answer: a new epoch begins with step 5 executed"
 
 
 def test_the_watchdog_ends_an_epoch_once_and_interrupts_the_attempt() -> None:
@@ -278,6 +306,8 @@ def test_d54_progress_is_taken_once_in_order_and_later_steps_say_so() -> None:
         ({"max_num_batched_tokens": 255}, {}, "--max-num-batched-tokens"),
         ({"block_size_multiple": 32}, {}, "--block-size"),
         ({"max_message_bytes": 1000}, {}, "--max-model-len"),
+        ({"model": replace(CAPABILITIES.model, max_model_len=0)}, {}, "takes 0 tokens"),
+        ({"model": replace(CAPABILITIES.model, vocab_size=0)}, {}, "vocabulary of 0"),
         ({"protocol_revision": 1}, {}, "revision 1, this scheduler revision 2"),
         ({"protocol_revision": 4}, {}, "revision 4, this scheduler revision 2"),
     ],
