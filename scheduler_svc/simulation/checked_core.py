@@ -115,6 +115,8 @@ class RankLink:
     acked_step: int = 0
     # Some request there computes what is not finite; and one that did has ended before that was noticed.
     has_poison: bool = False
+    # Its failure was noticed; the last step that may show it once more.
+    poisoned_until: int | None = None
     was_not_noticed: bool = False
 
 
@@ -287,6 +289,10 @@ class CheckedCore:
         self._handle(_acked(name, result), keeps_half=True)
         if result.failed_rows:
             self._check_that_nothing_poisoned_is_used(link)
+            # Rows of the same request may be in flight, which fail, too.
+            link.poisoned_until = result.step_seq + len(self.scheduler.state.ranks[name].window)
+        if link.poisoned_until is not None and result.step_seq >= link.poisoned_until:
+            link.has_poison, link.poisoned_until = False, None
         link.last_result = result
         link.acked_step = result.step_seq
 
@@ -304,7 +310,6 @@ class CheckedCore:
     def _check_that_nothing_poisoned_is_used(self, link: RankLink) -> None:
         """After a row failed alone: no cached block, and no block of a running request, holds what is not finite. Where
         blocks are reused without a fence, one that does may belong to a row that will overwrite it: not looked at."""
-        link.has_poison = False
         self.reached["row failed alone"] += 1
         if link.was_not_noticed or self.config.rules.fence is not Fence.ALWAYS:
             return
