@@ -229,16 +229,37 @@ async def test_a_live_id_cannot_be_used_twice_and_is_free_after_its_end(split: D
             await generate(stub, request)
         refused = refusal(error.value)
         assert (refused.status, refused.reason) == (grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID")
-        await stub.Abort(pb.AbortRequest(request_id="twice"), timeout=DEADLINE_S)
+        with pytest.raises(grpc.RpcError) as error:
+            await stub.Abort(pb.AbortRequest(request_id="twice"), timeout=DEADLINE_S)
+        assert refusal(error.value).reason == "ABORT_NOT_ALLOWED"
+        call.cancel()
+        request.sampling.max_tokens = 3
+        async with asyncio.timeout(DEADLINE_S):
+            # The scheduler hears of the cancelled call a moment later.
+            while True:
+                try:
+                    answer = await generate(stub, request)
+                    break
+                except grpc.RpcError as still_live:
+                    if refusal(still_live).reason != "DUPLICATE_REQUEST_ID":
+                        raise
+                    await asyncio.sleep(0.01)
+        assert answer.usage.num_completion_tokens == 3
+
+
+async def test_an_id_that_the_server_drew_can_be_aborted_until_its_end(split: Deployment) -> None:
+    async with connect(split.frontend_address) as stub:
+        call: Any = stub.Generate(_text("long", max_tokens=900, ignore_eos=True), timeout=DEADLINE_S)
+        events = aiter(call)
+        drawn = (await anext(events)).accepted.request_id
+        await stub.Abort(pb.AbortRequest(request_id=drawn), timeout=DEADLINE_S)
         with pytest.raises(grpc.RpcError) as error:
             async for _ in events:
                 pass
         aborted = refusal(error.value)
         assert (aborted.status, aborted.reason) == (grpc.StatusCode.CANCELLED, "ABORTED")
-        request.sampling.max_tokens = 3
-        assert (await generate(stub, request)).usage.num_completion_tokens == 3
         with pytest.raises(grpc.RpcError) as error:
-            await stub.Abort(pb.AbortRequest(request_id="twice"), timeout=DEADLINE_S)
+            await stub.Abort(pb.AbortRequest(request_id=drawn), timeout=DEADLINE_S)
         assert refusal(error.value).reason == "REQUEST_NOT_FOUND"
 
 
