@@ -18,10 +18,8 @@ from scheduler_svc.core.state import CoreState
 def fail_row(state: CoreState, rank: RankState, run: Run, message: str) -> None:
     """End the request of a failed row, and have every request that uses one of its blocks computed again without it.
 
-    Also for a run that has ended: its blocks may still be cached. A run whose results are dropped had to be computed
-    again already."""
-    if run.drops_results:
-        return
+    Also for a run that has ended: its blocks may still be cached. A request whose results are dropped is computed
+    again already and goes on."""
     blocks = rank.kv.forget_blocks(run)
     # The newest first. A run that shares a later block with one of these shares an earlier one with the failed run.
     for other in reversed((*rank.running, *rank.set_aside)):
@@ -33,5 +31,5 @@ def fail_row(state: CoreState, rank: RankState, run: Run, message: str) -> None:
             # Results on the way may come from what is not trusted.
             lifecycle.recompute(state, rank, other, cause="row_error")
     request = run.request
-    if request.status not in FINISHED:
+    if request.status not in FINISHED and not run.drops_results:
         lifecycle.finish(state, request, Status.FINISHED_ERROR, EndReason.MODEL_OUTPUT_INVALID, message=message)

@@ -245,3 +245,17 @@ def test_d51_blocks_of_a_neighbour_that_ends_in_the_same_result_are_not_found_la
     world.schedule()
     fail(world, "bad")
     assert len(world.rank().kv.pool.index) == 0
+
+
+def test_d51_a_row_that_fails_after_its_run_was_given_up_takes_its_blocks_along() -> None:
+    """A reset that is refused has preempted the run, and its blocks are still cached. Its request goes on."""
+    world = World(replace(CONFIG, max_num_batched_tokens=64))
+    client = world.submit("a", PROMPT[:9], 5)
+    world.schedule()
+    lifecycle.recompute(world.scheduler.state, world.rank(), world.run_of("a"), cause="reset")
+    assert len(world.rank().kv.pool.index) == 2
+    fail(world, "a")
+    assert len(world.rank().kv.pool.index) == 0
+    world.run()
+    assert client.reason is EndReason.LENGTH
+    world.check_texts()
