@@ -447,21 +447,17 @@ class WorkerSession:
         return actions
 
     def _wrong_answer(self, cause: str) -> list[Action]:
-        actions = self._end(cause)
-        if not actions and cause != self.cause:
-            # There was no epoch whose end would say it.
-            fields = {"rank": self.rank, "host": self.host, "cause": cause}
-            actions.append(Say(logging.WARNING, "rank refused", fields))
-        self.cause = cause
-        return actions
+        # Without an epoch, no end of one says it.
+        return self._end(cause) or self._note_refusal(cause)
 
     def _unfit(self, cause: str) -> list[Action]:
-        actions = self._end(f"it may not serve here: {cause}")
-        if cause != self.cause:
-            fields = {"rank": self.rank, "host": self.host, "cause": cause}
-            actions.append(Say(logging.WARNING, "rank refused", fields))
-        self.cause = cause
-        return actions
+        return self._end(f"it may not serve here: {cause}") + self._note_refusal(cause)
+
+    def _note_refusal(self, cause: str) -> list[Action]:
+        """Say it once, not with every attempt."""
+        is_news, self.cause = cause != self.cause, cause
+        fields = {"rank": self.rank, "host": self.host, "cause": cause}
+        return [Say(logging.WARNING, "rank refused", fields)] if is_news else []
 
     def _stream_lost(self, cause: str, now: float, *, is_refused: bool) -> list[Action]:
         """The transport failed, now or while connecting: keep the epoch for a while, or end it."""

@@ -76,13 +76,9 @@ class StepWindow:
         """A new stream: every frame without a result will be sent again, byte for byte."""
         self._num_sent = 0
 
-    @property
-    def has_frame_to_send(self) -> bool:
-        return self._num_sent < len(self._frames)
-
     def take_frame(self, now: float) -> bytes | None:
         """The next frame for the present stream; None when there is none."""
-        if not self.has_frame_to_send:
+        if self._num_sent == len(self._frames):
             return None
         frame = self._frames[self._num_sent]
         self._num_sent += 1
