@@ -32,8 +32,10 @@ MAX_FRAME_ITEMS: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A new request as the front end sent it; well-formed, not yet judged. timeout_s: seconds left, None: no
-    deadline."""
+    """A request as the front end sent it; well-formed, not yet judged. timeout_s: seconds left, None: no deadline.
+
+    output_tokens: None for a new request. For one that was accepted on an earlier stream, they are the outputs that the
+    front end has received, and age_s are the seconds since it was first submitted."""
 
     handle: int
     request_id: str
@@ -42,8 +44,8 @@ class Submission:
     priority: int
     cache_salt: str
     timeout_s: float | None
-    # It was begun on another stream; this scheduler does not go on with such requests (SESSION_FEATURE_RESUBMIT).
-    has_outputs: bool = False
+    output_tokens: array[int] | None = None
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class SessionFeature(IntEnum):
     """What a scheduler may have beyond the messages of its revision; the numbers of the proto's enum."""
 
     PRIORITY = session_service_pb2.SESSION_FEATURE_PRIORITY
+    RESUBMIT = session_service_pb2.SESSION_FEATURE_RESUBMIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +88,22 @@ class Hello:
 
     front_end_id: str
     required_features: frozenset[int]
+    # 0: not given. attach_seq counts the streams of one incarnation.
+    incarnation: int = 0
+    attach_seq: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SessionFrame:
-    """One frame of a front end."""
+    """One frame of a front end. resubmits_done: with this frame, all requests of earlier streams have been submitted
+    again."""
 
     hello: Hello | None
     submissions: tuple[Submission, ...]
     cancellations: tuple[Cancellation, ...]
     text_ends: tuple[TextEnd, ...]
     num_live_streams: int
+    resubmits_done: bool = False
 
 
 _CANCEL_CAUSES: Final = {
@@ -124,6 +132,7 @@ def decode_session_frame(message: session_service_pb2.AttachRequest) -> SessionF
         cancellations=tuple(_cancellation(each) for each in message.cancels),
         text_ends=tuple(_text_end(each) for each in message.text_ended),
         num_live_streams=message.num_live_streams,
+        resubmits_done=message.resubmits_done,
     )
 
 
@@ -136,7 +145,12 @@ def _hello(message: session_service_pb2.Hello) -> Hello:
         )
     if len(message.front_end_id.encode()) > MAX_ID_BYTES:
         raise SessionProtocolError(f"hello: front_end_id is longer than {MAX_ID_BYTES} bytes")
-    return Hello(message.front_end_id, frozenset(message.required_features))
+    return Hello(
+        message.front_end_id,
+        frozenset(message.required_features),
+        message.front_end_incarnation,
+        message.attach_seq,
+    )
 
 
 def check_session_features(hello: Hello, features: Iterable[SessionFeature]) -> None:
@@ -165,6 +179,7 @@ def _submission(message: session_service_pb2.Submit) -> Submission:
         prompt = unpack(message.prompt_token_ids)
     except ValueError:
         raise SessionProtocolError(f"submit {handle}: prompt_token_ids is no whole number of int32") from None
+    output_tokens, age_s = _outputs(message)
     timeout_s = None
     if message.HasField("timeout"):
         timeout_s = message.timeout.seconds + message.timeout.nanos * 1e-9
@@ -188,8 +203,23 @@ def _submission(message: session_service_pb2.Submit) -> Submission:
         priority=message.priority,
         cache_salt=message.cache_salt,
         timeout_s=timeout_s,
-        has_outputs=bool(message.output_token_ids),
+        output_tokens=output_tokens,
+        age_s=age_s,
     )
+
+
+def _outputs(message: session_service_pb2.Submit) -> tuple[array[int] | None, float]:
+    """What a request that was accepted on an earlier stream brings along."""
+    handle = message.handle
+    if not message.HasField("age"):
+        if message.output_token_ids:
+            raise SessionProtocolError(f"submit {handle}: output_token_ids without age")
+        return None, 0.0
+    try:
+        outputs = unpack(message.output_token_ids)
+    except ValueError:
+        raise SessionProtocolError(f"submit {handle}: output_token_ids is no whole number of int32") from None
+    return outputs, max(0.0, message.age.seconds + message.age.nanos * 1e-9)
 
 
 def _known_fields(message: sampling_pb2.ResolvedSampling) -> bytes:
@@ -263,13 +293,14 @@ def _token_problem(submission: Submission, vocab_size: int | None) -> tuple[str,
 
 
 def attached_frame(
-    scheduler_incarnation: int, features: Iterable[SessionFeature]
+    scheduler_incarnation: int, features: Iterable[SessionFeature], term: int
 ) -> session_service_pb2.AttachResponse:
     """The first frame down."""
     attached = session_service_pb2.Attached(
         scheduler_incarnation=scheduler_incarnation,
         protocol_revision=PROTOCOL_REVISION,
         features=[int(feature) for feature in features],  # type: ignore[misc]
+        term=term,
     )
     return session_service_pb2.AttachResponse(attached=attached)
 
@@ -292,6 +323,11 @@ def add_ended(frame: session_service_pb2.AttachResponse, handle: int, effect: Re
     )
     if effect.stop_token_id is not None:
         ended.ok.stop_token_id = effect.stop_token_id
+
+
+def add_usage(frame: session_service_pb2.AttachResponse, handle: int, usage: Usage) -> None:
+    """State what a live request has cost so far in a frame."""
+    frame.usage_changed.add(handle=handle, usage=encode_usage(usage))
 
 
 def set_tokens(

@@ -320,6 +320,9 @@ class FrontendSettings(_Settings):
 
     listen: Address = Field("127.0.0.1:50051", description="HOST:PORT to listen on for clients.")
     scheduler: Address = Field("127.0.0.1:50052", description="HOST:PORT of the scheduler.")
+    scheduler_grace_s: Seconds = Field(
+        30.0, ge=0, description="Seconds live requests wait for a scheduler to come back before they end."
+    )
     cluster_secret_file: OptionalPath = Field(
         None, description="File with the secret that all parts of a deployment share; none = no secret."
     )

@@ -72,6 +72,7 @@ class Code(IntEnum):
     ALREADY_EXISTS = 6
     RESOURCE_EXHAUSTED = 8
     FAILED_PRECONDITION = 9
+    ABORTED = 10
     INTERNAL = 13
     UNAVAILABLE = 14
 
@@ -105,6 +106,7 @@ _REFUSAL_CODES: Final = {
 
 _ENDED_FROM_OUTSIDE: Final = {
     AbortCause.CLIENT_GONE: (Code.CANCELLED, "CLIENT_GONE", "the client left"),
+    AbortCause.FRONT_END_LOST: (Code.CANCELLED, "FRONT_END_LOST", "the stream of its front end is lost"),
     AbortCause.ABORTED: (Code.CANCELLED, "ABORTED", "Abort was called"),
     AbortCause.SLOW_READER: (Code.RESOURCE_EXHAUSTED, "SLOW_READER", "the client reads too slowly"),
     AbortCause.DEADLINE: (Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the deadline of the call passed"),
@@ -138,15 +140,11 @@ def failure(effect: RequestEnded) -> Failure | None:
 
 NO_WORKER: Final = Failure(Code.UNAVAILABLE, RefusalReason.NO_WORKER.value, "no worker has joined yet; try again later")
 NO_TOKENIZER: Final = Failure(Code.NOT_FOUND, "NO_TOKENIZER", "the served model has no tokenizer; send token ids")
-NO_RESUBMIT: Final = Failure(
-    Code.INVALID_ARGUMENT,
-    "FEATURE_NOT_SUPPORTED",
-    "output_token_ids needs SESSION_FEATURE_RESUBMIT, which this scheduler does not have",
-)
 SHUT_DOWN: Final = Failure(Code.UNAVAILABLE, RefusalReason.DRAINING.value, "the scheduler is shutting down")
 SLOW_FRONT_END: Final = Failure(
     Code.RESOURCE_EXHAUSTED, "SLOW_READER", "this front end reads its stream too slowly; its requests were aborted"
 )
+SUPERSEDED: Final = Failure(Code.ABORTED, "SUPERSEDED", "this front end has opened a newer stream")
 SILENT_FRONT_END: Final = Failure(
     Code.DEADLINE_EXCEEDED, "FRONT_END_SILENT", "no frame came for too long; send one at least once a second"
 )

@@ -24,6 +24,7 @@ from scheduler_svc.core.events import (
     RequestPreempted,
     RequestRefused,
     TokensProduced,
+    UsageChanged,
 )
 from scheduler_svc.core.output import SchedulerOutput
 from scheduler_svc.core.request import Status
@@ -171,6 +172,9 @@ class PrometheusMetrics:
                 self._ended(effect)
             case RequestPreempted():
                 self._preempted(effect)
+            case UsageChanged():
+                # Counted from the totals of the core.
+                pass
             case PrefixCacheReset():
                 # Not a number of its own: the operator who asked gets the answer.
                 pass

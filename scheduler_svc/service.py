@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,19 +18,18 @@ from typing import Final, assert_never
 from scheduler_svc.codec import SessionFeature
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.events import (
-    AbortCause,
     DrainStarted,
     Effect,
     EndReason,
     Event,
     PrefixCacheReset,
     PrefixCacheResetRequested,
-    RequestAborted,
     RequestAccepted,
     RequestEnded,
     RequestPreempted,
     RequestRefused,
     TokensProduced,
+    UsageChanged,
 )
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.errors import SHUT_DOWN
@@ -47,7 +47,9 @@ log = logging.getLogger(__name__)
 
 # Time for front ends to read the last frames, once everything has ended. Seconds.
 _FAREWELL_S: Final = 2.0
-# Ends that are nobody's wish.
+# Of a term; the start time in milliseconds stands above them.
+_TERM_RANDOM_BITS: Final = 22
+# Ends that no client and no operator asked for.
 _FAILURES: Final = frozenset({EndReason.WORKER_FAULT, EndReason.NO_WORKER, EndReason.MODEL_OUTPUT_INVALID})
 
 
@@ -76,6 +78,7 @@ class SchedulerService:
         transport: WorkerTransport,
         resolver: AddressResolver,
         rng: random.Random,
+        wall_time: Callable[[], float] = time.time,
         metrics: MetricsSink | None = None,
         recorder: Recorder | None = None,
         on_readiness: Callable[[bool, str], None] | None = None,
@@ -85,6 +88,7 @@ class SchedulerService:
         self.options = options
         # Drawn once: what makes epochs of this process's life differ from those of another one.
         self.incarnation = rng.getrandbits(64) or 1
+        self.term = (round(wall_time() * 1000) << _TERM_RANDOM_BITS) | rng.getrandbits(_TERM_RANDOM_BITS)
         self.core = Scheduler(config)
         self._transport = transport
         self._rng = rng
@@ -112,7 +116,8 @@ class SchedulerService:
             self.model,
             self._metrics,
             scheduler_incarnation=self.incarnation,
-            features=frozenset((SessionFeature.PRIORITY,) if self.core.accepts_priority else ()),
+            term=self.term,
+            features=frozenset(_features(self.core)),
             max_outgoing_bytes=options.max_outgoing_bytes,
             silence_s=options.front_end_silence_s,
         )
@@ -211,13 +216,12 @@ class SchedulerService:
         await self._drain_moved.wait()
         if not await self._all_ended_in_time():
             self.num_cut_off = self.core.num_live_requests
-            log.warning("drain deadline passed", extra={"num_requests_cut_off": self.num_cut_off})
-            self.loop.post(self._cut_off)
-            while self.core.num_live_requests or self.loop.num_queued_items:
-                self._drain_moved.clear()
-                await self._drain_moved.wait()
+            log.warning(
+                "drain deadline passed: front ends keep the live requests for the next scheduler",
+                extra={"num_requests": self.num_cut_off},
+            )
         await self.hub.end_all(SHUT_DOWN, _FAREWELL_S)
-        log.info("drained", extra={"num_requests_cut_off": self.num_cut_off})
+        log.info("drained", extra={"num_requests_left": self.num_cut_off})
 
     async def _all_ended_in_time(self) -> bool:
         """Wait until nothing is live; False when the deadline, which may move, came first."""
@@ -234,9 +238,6 @@ class SchedulerService:
             except TimeoutError:
                 if loop.time() >= self._drain_deadline:
                     return not self.core.num_live_requests
-
-    def _cut_off(self) -> tuple[Event, ...]:
-        return tuple(RequestAborted(request_id, AbortCause.DRAINED) for request_id in self.core.state.requests)
 
     # --- wiring ---
 
@@ -258,6 +259,7 @@ class SchedulerService:
             ),
             timeouts=self.options.timeouts,
             scheduler_incarnation=self.incarnation,
+            term=self.term,
             rng=self._rng,
             metrics=self._metrics,
             on_state=lambda _: self.report_readiness(),
@@ -276,6 +278,8 @@ class SchedulerService:
                     self.hub.accepted(effect)
                 case RequestRefused():
                     self.hub.refused(effect)
+                case UsageChanged():
+                    self.hub.usage_changed(effect)
                 case RequestEnded():
                     self._log_end(effect)
                     self.hub.ended(effect)
@@ -310,6 +314,11 @@ class SchedulerService:
                 log.error("invariant broken", extra={"rank": facts.rank, "violations": list(facts.violations)})
         if self._on_idle is not None:
             self._on_idle()
+
+
+def _features(core: Scheduler) -> tuple[SessionFeature, ...]:
+    always = (SessionFeature.RESUBMIT,)
+    return (*always, SessionFeature.PRIORITY) if core.accepts_priority else always
 
 
 def _cost_of(effect: RequestEnded, cause: str | None, total_s: float) -> dict[str, object]:

@@ -27,11 +27,13 @@ from scheduler_svc.core.events import (
     RequestRefused,
     TextEnded,
     TokensProduced,
+    UsageChanged,
 )
 from scheduler_svc.errors import Code, Failure, SessionProtocolError, SessionRefused
 from scheduler_svc.facts import MetricsSink
 from scheduler_svc.loop import SchedulerLoop
 from scheduler_svc.rpc.status import abort
+from scheduler_svc.start_gate import StartGate
 from scheduler_svc.workers.codec import ModelFacts
 from scheduler_svc.workers.served_model import ServedModel
 from stepfence.v1 import session_service_pb2, session_service_pb2_grpc
@@ -52,6 +54,8 @@ class FrontEndSession:
 
     def __init__(self, hub: SessionHub, number: int, max_outgoing_bytes: int) -> None:
         self.front_end_id = ""
+        # None: it has not said hello yet.
+        self.hello: Hello | None = None
         self.num_live_streams = 0
         self.number = number
         self._hub = hub
@@ -86,25 +90,35 @@ class FrontEndSession:
             raise SessionProtocolError("the first frame must carry hello")
         self.num_live_streams = frame.num_live_streams
         for submission in frame.submissions:
-            if submission.handle in self._in_use:
-                raise SessionProtocolError(f"submit {submission.handle}: the handle is in use")
-            self._in_use[submission.handle] = None
-            deadline = None
-            if submission.timeout_s is not None:
-                deadline = asyncio.get_running_loop().time() + submission.timeout_s
-            await self._hub.loop.put(_later(self._submit, submission, deadline))
+            await self._take_submission(submission)
         for cancellation in frame.cancellations:
             await self._hub.loop.put(_later(self._cancel, cancellation))
         for text_end in frame.text_ends:
             await self._hub.loop.put(_later(self._end_text, text_end))
+        if frame.resubmits_done:
+            self._hub.gate.done(self.number)
+
+    async def _take_submission(self, submission: Submission) -> None:
+        if submission.handle in self._in_use:
+            raise SessionProtocolError(f"submit {submission.handle}: the handle is in use")
+        self._in_use[submission.handle] = None
+        now = asyncio.get_running_loop().time()
+        deadline = None if submission.timeout_s is None else now + submission.timeout_s
+        if submission.output_tokens is None:
+            await self._hub.gate.passed()
+        arrival = self._hub.arrival(now, submission)
+        await self._hub.loop.put(_later(self._submit, submission, deadline, arrival))
 
     def _attach(self, hello: Hello) -> None:
         if self._is_attached:
             raise SessionProtocolError("hello a second time")
         codec.check_session_features(hello, self._hub.features)
+        self._hub.supersede(hello)
         self.front_end_id = hello.front_end_id
+        self.hello = hello
         self._is_attached = True
-        self._push(codec.attached_frame(self._hub.scheduler_incarnation, self._hub.features))
+        self._hub.gate.attached(self.number, again=hello.attach_seq > 1, now=asyncio.get_running_loop().time())
+        self._push(codec.attached_frame(self._hub.scheduler_incarnation, self._hub.features, self._hub.term))
         self.readiness_changed(*self._hub.readiness)
         if self._hub.model.facts is not None:
             self.model_changed(self._hub.model.facts)
@@ -114,13 +128,10 @@ class FrontEndSession:
 
     # The next four run within a turn of the loop: what they see is what the core knows.
 
-    def _submit(self, submission: Submission, deadline: float | None) -> Iterator[Event]:
+    def _submit(self, submission: Submission, deadline: float | None, arrival: float) -> Iterator[Event]:
         if self._is_gone:
             return
         handle = submission.handle
-        if submission.has_outputs:
-            self._refuse_at_the_door(handle, errors.NO_RESUBMIT)
-            return
         problem = codec.parameter_problem(submission, self._hub.vocab_size)
         if problem is not None:
             name, message = problem
@@ -144,6 +155,8 @@ class FrontEndSession:
             cache_salt=submission.cache_salt,
             sampling=sampling.encoded,
             deadline=deadline,
+            arrival=arrival,
+            output_tokens=submission.output_tokens,
         )
 
     def _cancel(self, cancellation: Cancellation) -> Iterator[Event]:
@@ -158,7 +171,7 @@ class FrontEndSession:
 
     def _abort_all(self) -> Iterator[Event]:
         for request_id in tuple(self._live.values()):
-            yield RequestAborted(request_id, AbortCause.CLIENT_GONE)
+            yield RequestAborted(request_id, AbortCause.FRONT_END_LOST)
         # Not before: until now it had to hear which of its requests ended, or it would abort their successors.
         self._hub.forget(self)
 
@@ -172,6 +185,7 @@ class FrontEndSession:
         if self._is_gone:
             return
         self._is_gone = True
+        self._hub.gate.done(self.number)
         self._outgoing.clear()
         self._outgoing_bytes = 0
         self._hub.loop.post(self._abort_all)
@@ -193,6 +207,10 @@ class FrontEndSession:
         if self._frame.HasField("tokens"):
             self.flush()
         codec.set_tokens(self._building(), handles, counts, tokens)
+
+    def usage_changed(self, handle: int, effect: UsageChanged) -> None:
+        """What a request has cost so far."""
+        codec.add_usage(self._building(), handle, effect.usage)
 
     def ended(self, handle: int, effect: RequestEnded) -> None:
         """A request is over."""
@@ -299,6 +317,7 @@ class SessionHub:
         metrics: MetricsSink,
         *,
         scheduler_incarnation: int,
+        term: int,
         features: frozenset[SessionFeature],
         max_outgoing_bytes: int = 16 << 20,
         silence_s: float = 10.0,
@@ -307,6 +326,10 @@ class SessionHub:
         self.model = model
         self.metrics = metrics
         self.scheduler_incarnation = scheduler_incarnation
+        self.term = term
+        self.gate = StartGate()
+        # Of the newest request that came; see `arrival`.
+        self._last_arrival = 0.0
         # What front ends may count on.
         self.features = features
         self.silence_s = silence_s
@@ -336,6 +359,28 @@ class SessionHub:
         session = FrontEndSession(self, number, self._max_outgoing_bytes)
         self._sessions[number] = session
         return session
+
+    def supersede(self, hello: Hello) -> None:
+        """A front end has opened a newer stream: end its older ones with their requests, so that none of these is in
+        the way of its own continuation. Raises SessionRefused for a stream that is not the newest."""
+        if not hello.incarnation:
+            return
+        for session in self.sessions:
+            other = session.hello
+            if other is None or other.incarnation != hello.incarnation:
+                continue
+            if other.attach_seq >= hello.attach_seq:
+                raise SessionRefused("SUPERSEDED", "this front end has opened a newer stream")
+            session.end_now(errors.SUPERSEDED)
+            self.detach(session)
+
+    def arrival(self, now: float, submission: Submission) -> float:
+        """When a request came, in seconds of the loop's clock: new ones in the order in which they are read, no two at
+        the same time; others when their front end first submitted them."""
+        if submission.output_tokens is not None:
+            return now - submission.age_s
+        self._last_arrival = max(now, self._last_arrival + 1e-9)
+        return self._last_arrival
 
     def detach(self, session: FrontEndSession) -> None:
         """Its stream is over. Idempotent."""
@@ -375,6 +420,12 @@ class SessionHub:
         session = self._session_of(effect.handle)
         if session is not None:
             session.ended(effect.handle & _HANDLE_MASK, effect)
+
+    def usage_changed(self, effect: UsageChanged) -> None:
+        """Route an effect."""
+        session = self._session_of(effect.handle)
+        if session is not None:
+            session.usage_changed(effect.handle & _HANDLE_MASK, effect)
 
     def tokens(self, effect: TokensProduced) -> None:
         """Route an effect: its columns are cut by front end."""

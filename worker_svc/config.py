@@ -47,6 +47,7 @@ OTHER_SETTINGS: Final = (
     "policy",
     "prefill_schedule_interval",
     "record",
+    "scheduler_grace_s",
     "scheduler",
     "scheduler_listen",
     "step_watchdog_s",

@@ -37,6 +37,7 @@ from worker_svc.executor import Executor, Loaded
 from worker_svc.runner.base import DeviceFailed, Geometry, Runner
 from worker_svc.step import FailureKind, StepAnswer
 from worker_svc.stream import StepStream
+from worker_svc.terms import TermGuard
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         # (scheduler incarnation, epoch) of the newest open; outlives the epoch's state.
         self._newest: tuple[int, int] | None = None
         self._stream: StepStream | None = None
+        self._terms: Final = TermGuard()
         self._forget_timer: asyncio.TimerHandle | None = None
         # Time of the loop's clock by which a drain ends; None: not draining.
         self._drain_until: float | None = None
@@ -203,12 +205,14 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         if request.WhichOneof("frame") != "open":
             raise MalformedOpen("OPEN_EXPECTED", "the first frame of a stream must carry open")
         incarnation, number, geometry = codec.decode_open(request.open)
+        self._terms.check(request.open.term, asyncio.get_running_loop().time())
         codec.check_geometry(geometry, loaded.runner.capabilities)
         codec.check_features(request.open, loaded.runner.capabilities)
         epoch = self._continued(incarnation, number, geometry)
         if epoch is None:
             epoch = self._new_epoch(incarnation, number, geometry)
         self._attach(stream, epoch)
+        self._terms.opened(request.open.term)
         assert self._opening is not None
         try:
             # Shielded: another stream of the same epoch may wait for it, too.
@@ -308,6 +312,7 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         if stream is not self._stream:
             return
         self._stream = None
+        self._terms.ended(asyncio.get_running_loop().time())
         self._cancel_forgetting()
         self._forget_timer = asyncio.get_running_loop().call_later(self._keep_state_s, self._forget)
 

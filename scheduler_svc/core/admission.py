@@ -230,4 +230,5 @@ def _admit(state: CoreState, rank: RankState, request: Request, hits: list[int],
         account.preempted_s += state.now - account.preempted_at
         account.preempted_at = None
     request.ticket.num_passes = 0
+    lifecycle.usage_changed(state, request)
     return run

@@ -16,6 +16,8 @@ class AbortCause(Enum):
     """Why a request is ended from outside."""
 
     CLIENT_GONE = "client_gone"
+    # The stream of its front end is lost, which submits it again on the next one.
+    FRONT_END_LOST = "front_end_lost"
     ABORTED = "aborted"
     SLOW_READER = "slow_reader"
     DEADLINE = "deadline"
@@ -62,6 +64,9 @@ class RequestArrived:
     deadline: float | None = None
     # Tie-break under priority; None: the order of arrival. Given for all requests, or for none.
     arrival: float | None = None
+    # Of a request that was accepted before, on a stream that is lost: the output token ids that its front end has
+    # received. None: a new request. With it `arrival` is a time of Tick's clock and gives the place in the queue.
+    output_tokens: array[int] | None = None
     # Do not read the prefix cache for this request (its blocks are still cached).
     skip_prefix_cache: bool = False
     # Not admitted before GrammarReady comes for it.
@@ -265,6 +270,15 @@ class RequestEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class UsageChanged:
+    """What a live request has cost so far: sent when it is admitted, preempted, or has computed again what it lost, so
+    that its front end knows it should this scheduler be lost."""
+
+    handle: int
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
 class RequestPreempted:
     """A fact for the log: one per preemption."""
 
@@ -284,7 +298,15 @@ class PrefixCacheReset:
     message: str
 
 
-Effect = RequestAccepted | RequestRefused | TokensProduced | RequestEnded | RequestPreempted | PrefixCacheReset
+Effect = (
+    RequestAccepted
+    | RequestRefused
+    | TokensProduced
+    | UsageChanged
+    | RequestEnded
+    | RequestPreempted
+    | PrefixCacheReset
+)
 
 
 class WorkerProtocolError(Exception):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scheduler_svc.core import reasons
-from scheduler_svc.core.events import AbortCause, EndReason, RequestEnded, RequestPreempted
+from scheduler_svc.core.events import AbortCause, EndReason, RequestEnded, RequestPreempted, UsageChanged
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.request import Request, Run, RunEnd, Status, transition, unblock
 from scheduler_svc.core.state import CoreState
@@ -43,6 +43,7 @@ def preempt(state: CoreState, rank: RankState, run: Run, *, beneficiary: str, ca
     else:
         account.num_shortage_preemptions += cause == "blocks"
         state.totals.num_preemptions += 1
+    usage_changed(state, victim)
 
 
 def recompute(state: CoreState, rank: RankState, run: Run, *, cause: str) -> None:
@@ -123,6 +124,11 @@ def finish(
             message=message,
         )
     )
+
+
+def usage_changed(state: CoreState, request: Request) -> None:
+    """Say what the request has cost so far. Called wherever something of it changes but its output tokens."""
+    state.effects.append(UsageChanged(request.handle, usage_of(state, request)))
 
 
 def usage_of(state: CoreState, request: Request, num_output_tokens: int | None = None) -> Usage:

@@ -39,6 +39,7 @@ class StepPlan:
         "_fence_needs",
         "admitted",
         "bytes_left",
+        "caught_up",
         "grown",
         "longest",
         "may_yield",
@@ -78,6 +79,8 @@ class StepPlan:
         self.may_yield: dict[Run, int] = {}
         self.admitted: list[Run] = []
         self.preempted: list[Run] = []
+        # Requests that have computed again, with this step, all that they had lost.
+        self.caught_up: list[Request] = []
         self._cached_before: dict[Run, int] = {}
         # Blocks that requests waiting for a fence count on: free ones, and parked ones that will return.
         self._fence_needs: dict[Run, tuple[int, int]] = {}
@@ -236,6 +239,9 @@ class StepPlan:
                 if run.special & CHUNK:
                     self._count_recomputed(request, end - n, end, totals)
                     self.rank.set_chunk(run, False)
+                    if end < request.account.high_water:
+                        # What else it had lost were tokens that had not come; those are sampled again.
+                        self.caught_up.append(request)
                 tokens = 1 if not self.may_yield else 1 + self.may_yield.get(run, 0)
                 request.awaited += tokens
                 if tokens > 1:
@@ -249,14 +255,15 @@ class StepPlan:
         totals.num_computed_tokens += sum(self.num_tokens)
         return expected, num_sampling
 
-    @staticmethod
-    def _count_recomputed(request: Request, start: int, end: int, totals: Totals) -> None:
+    def _count_recomputed(self, request: Request, start: int, end: int, totals: Totals) -> None:
         again = min(end, request.account.high_water) - start
         if again > 0:
             request.account.num_recomputed_tokens += again
             totals.num_recomputed_tokens += again
             by_cause = totals.recomputed_by_cause
             by_cause[request.account.preemption_cause] = by_cause.get(request.account.preemption_cause, 0) + again
+            if end >= request.account.high_water:
+                self.caught_up.append(request)
 
 
 def _was_preempted(run: Run) -> bool:

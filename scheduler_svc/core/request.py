@@ -42,11 +42,11 @@ LIVE = frozenset(Status) - FINISHED
 
 TRANSITIONS: dict[Status, frozenset[Status]] = {
     Status.WAITING: frozenset(
-        {Status.RUNNING, Status.BLOCKED, Status.FINISHED_ABORTED, Status.FINISHED_STOPPED, Status.FINISHED_ERROR}
-    ),
-    Status.BLOCKED: frozenset(
-        {Status.WAITING, Status.PREEMPTED, Status.FINISHED_ABORTED, Status.FINISHED_STOPPED, Status.FINISHED_ERROR}
-    ),
+        # A request that was submitted again may have stopped on the stream that was lost.
+        {Status.RUNNING, Status.BLOCKED}
+    )
+    | FINISHED,
+    Status.BLOCKED: frozenset({Status.WAITING, Status.PREEMPTED}) | FINISHED,
     Status.RUNNING: frozenset({Status.PREEMPTED}) | FINISHED,
     # A token sampled before the preemption may arrive after it, and stop the request.
     Status.PREEMPTED: frozenset({Status.RUNNING, Status.BLOCKED}) | FINISHED,

@@ -13,7 +13,17 @@ from __future__ import annotations
 from heapq import heappop
 from typing import assert_never
 
-from scheduler_svc.core import admission, invariants, lifecycle, reasons, running, settlement, submission, views
+from scheduler_svc.core import (
+    admission,
+    invariants,
+    lifecycle,
+    reasons,
+    resubmission,
+    running,
+    settlement,
+    submission,
+    views,
+)
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.events import (
     AbortCause,
@@ -156,6 +166,8 @@ class Scheduler:
         rank.last_pass_fence = rank.window.newest_fence if plan.runs else 0
         if output is not None:
             state.policy.charge(plan)
+        for request in plan.caught_up:
+            lifecycle.usage_changed(state, request)
         if was_idle:
             rank.quiet_since = state.now
         if output is not None and output.total_num_tokens:
@@ -179,7 +191,8 @@ class Scheduler:
 
     def _arrive(self, event: RequestArrived) -> None:
         state = self.state
-        verdict = submission.judge(state, event)
+        was_accepted_before = event.output_tokens is not None
+        verdict = (resubmission if was_accepted_before else submission).judge(state, event)
         if isinstance(verdict, RequestRefused):
             state.totals.num_refused += 1
             state.effects.append(verdict)
@@ -202,13 +215,19 @@ class Scheduler:
         )
         state.resources.on_arrive(request, event)
         state.requests[request.request_id] = request
-        state.queue.append(request)
+        if was_accepted_before:
+            state.queue.insert(request)
+        else:
+            state.queue.append(request)
         state.watch_deadline(request)
         state.totals.num_accepted += 1
         state.totals.num_prompt_tokens += request.num_prompt_tokens
         state.effects.append(
             RequestAccepted(request.handle, request.request_id, request.num_prompt_tokens, verdict.max_tokens)
         )
+        if was_accepted_before:
+            resubmission.restore(state, request, event)
+            self._note_whether_holdable(request)
         self._end_overdue()
 
     def _abort(self, event: RequestAborted) -> None:
@@ -252,8 +271,9 @@ class Scheduler:
         state = self.state
         if event.rank in state.ranks:
             raise AssertionError(f"rank {event.rank} joined twice: its old epoch must end first")
-        if not state.ranks and not state.requests:
+        if not state.ranks and (not state.requests or state.vocab_size is None):
             state.max_model_len = min(state.config.max_model_len, event.max_model_len)
+            resubmission.fit_to_model(state)
         state.vocab_size = event.vocab_size
         state.ranks[event.rank] = RankState(
             event.rank,
@@ -304,12 +324,18 @@ class Scheduler:
             return
         state.largest_pool = max(rank.kv.num_usable for rank in state.ranks.values())
         for request in state.queue:
-            if not state.config.rules.refuse_infeasible or any(
-                state.can_hold(rank, request) for rank in state.ranks.values()
-            ):
-                state.unholdable_since.pop(request.request_id, None)
-            else:
-                state.unholdable_since.setdefault(request.request_id, state.now)
+            self._note_whether_holdable(request)
+
+    def _note_whether_holdable(self, request: Request) -> None:
+        state = self.state
+        if not state.ranks or request.status not in QUEUED:
+            return
+        if not state.config.rules.refuse_infeasible or any(
+            state.can_hold(rank, request) for rank in state.ranks.values()
+        ):
+            state.unholdable_since.pop(request.request_id, None)
+        else:
+            state.unholdable_since.setdefault(request.request_id, state.now)
 
     def _note_idle_moment(self) -> None:
         """When nothing runs and nothing is in flight on any rank, the throttle counts steps anew (D19)."""

@@ -20,7 +20,18 @@ def judge(state: CoreState, event: RequestArrived) -> Limits | RequestRefused:
     return _refusal_before_sizes(state, event) or _fit(state, event)
 
 
-def _refuse(event: RequestArrived, reason: RefusalReason, message: str, **metadata: object) -> RequestRefused:
+def duplicate(state: CoreState, event: RequestArrived) -> RequestRefused | None:
+    """The refusal of a request whose id is live."""
+    if event.request_id not in state.requests:
+        return None
+    return refuse(
+        event,
+        RefusalReason.DUPLICATE_REQUEST_ID,
+        f"Request id {event.request_id!r} is live; use another one, or wait for its end.",
+    )
+
+
+def refuse(event: RequestArrived, reason: RefusalReason, message: str, **metadata: object) -> RequestRefused:
     return RequestRefused(
         event.handle, event.request_id, reason, message, {name: str(value) for name, value in metadata.items()}
     )
@@ -28,25 +39,21 @@ def _refuse(event: RequestArrived, reason: RefusalReason, message: str, **metada
 
 def _refusal_before_sizes(state: CoreState, event: RequestArrived) -> RequestRefused | None:
     if state.is_draining:
-        return _refuse(event, RefusalReason.DRAINING, "The scheduler is shutting down; send the request again.")
-    if event.request_id in state.requests:
-        return _refuse(
-            event,
-            RefusalReason.DUPLICATE_REQUEST_ID,
-            f"Request id {event.request_id!r} is live; use another one, or wait for its end.",
-        )
+        return refuse(event, RefusalReason.DRAINING, "The scheduler is shutting down; send the request again.")
+    if (refusal := duplicate(state, event)) is not None:
+        return refusal
     if not state.config.rules.refuse_infeasible:
         return None
     if event.priority and not state.policy.accepts_priority:
-        return _refuse(
+        return refuse(
             event,
             RefusalReason.PRIORITY_NOT_SUPPORTED,
             f"Priority {event.priority} needs the scheduler to run with --policy priority; "
             f"it runs {state.config.policy.value}.",
         )
     if (reason := _no_worker(state)) is not None:
-        return _refuse(event, RefusalReason.NO_WORKER, reason)
-    return _missing_feature(state, event) or _bad_tokens(state, event) or _full_queue(state, event)
+        return refuse(event, RefusalReason.NO_WORKER, reason)
+    return _missing_feature(state, event) or bad_tokens(state, event) or _full_queue(state, event)
 
 
 def _no_worker(state: CoreState) -> str | None:
@@ -68,7 +75,7 @@ def _missing_feature(state: CoreState, event: RequestArrived) -> RequestRefused 
     if not state.ranks or _able_ranks(state, event):
         return None
     names = ", ".join(sorted(event.features))
-    return _refuse(
+    return refuse(
         event,
         RefusalReason.FEATURE_NOT_SUPPORTED,
         f"No worker that is up has {names}, which this request needs.",
@@ -76,18 +83,19 @@ def _missing_feature(state: CoreState, event: RequestArrived) -> RequestRefused 
     )
 
 
-def _bad_tokens(state: CoreState, event: RequestArrived) -> RequestRefused | None:
+def bad_tokens(state: CoreState, event: RequestArrived) -> RequestRefused | None:
+    """The refusal of a request that no model of this vocabulary can run."""
     if not event.prompt:
-        return _refuse(event, RefusalReason.EMPTY_PROMPT, "The prompt has no tokens; send at least one.")
+        return refuse(event, RefusalReason.EMPTY_PROMPT, "The prompt has no tokens; send at least one.")
     if event.max_tokens < 0 or event.min_tokens < 0 or (event.max_tokens and event.min_tokens > event.max_tokens):
-        return _refuse(
+        return refuse(
             event,
             RefusalReason.INVALID_PARAMETER,
             f"max_tokens {event.max_tokens} and min_tokens {event.min_tokens} must be 0 <= min_tokens <= max_tokens.",
         )
     vocab_size = state.vocab_size
-    if vocab_size is not None and _largest_id(event.prompt) >= vocab_size:
-        return _refuse(
+    if vocab_size is not None and largest_id(event.prompt) >= vocab_size:
+        return refuse(
             event,
             RefusalReason.INVALID_PARAMETER,
             f"Prompt token ids must be 0 to {vocab_size - 1}.",
@@ -96,7 +104,7 @@ def _bad_tokens(state: CoreState, event: RequestArrived) -> RequestRefused | Non
     return None
 
 
-def _largest_id(prompt: array[int]) -> int:
+def largest_id(prompt: array[int]) -> int:
     """Of a prompt's ids, negative ones counting as larger than any. A long prompt must not hold up the loop: Python's
     own min and max take a millisecond for 32,768 ids."""
     return int(np.frombuffer(prompt, dtype=np.uint32).max())
@@ -136,6 +144,20 @@ def _largest_pool(state: CoreState, event: RequestArrived) -> int:
     return max((rank.kv.num_usable for rank in _able_ranks(state, event)), default=state.largest_pool)
 
 
+def too_long(state: CoreState, event: RequestArrived) -> RequestRefused | None:
+    """The refusal of a prompt that leaves no room for an output token."""
+    num_prompt, longest = len(event.prompt), state.max_model_len
+    if num_prompt < longest:
+        return None
+    return refuse(
+        event,
+        RefusalReason.PROMPT_TOO_LONG,
+        f"The prompt has {num_prompt} tokens; with at least one to generate, {longest - 1} are the most.",
+        num_prompt_tokens=num_prompt,
+        max_model_len=longest,
+    )
+
+
 def _fit(state: CoreState, event: RequestArrived) -> Limits | RequestRefused:
     """Clip to the model's length and to what the largest pool can hold."""
     num_prompt, longest = len(event.prompt), state.max_model_len
@@ -143,19 +165,13 @@ def _fit(state: CoreState, event: RequestArrived) -> Limits | RequestRefused:
         max_tokens = event.max_tokens or longest
         limit = min(num_prompt + max_tokens, longest)
         return Limits(max_tokens, event.min_tokens, limit, longest - 1)
-    if num_prompt >= longest:
-        return _refuse(
-            event,
-            RefusalReason.PROMPT_TOO_LONG,
-            f"The prompt has {num_prompt} tokens; with at least one to generate, {longest - 1} are the most.",
-            num_prompt_tokens=num_prompt,
-            max_model_len=longest,
-        )
+    if (refusal := too_long(state, event)) is not None:
+        return refusal
     max_tokens = min(event.max_tokens or _UNBOUNDED, longest - num_prompt)
     available = _largest_pool(state, event) * state.config.block_size
     needed = num_prompt + (max_tokens if event.max_tokens else 1) - 1
     if needed > available:
-        return _refuse(
+        return refuse(
             event,
             RefusalReason.EXCEEDS_KV_CAPACITY,
             f"Prompt and max_tokens need {needed} KV slots; the largest worker has {available}. "

@@ -225,6 +225,13 @@ def encode_submit(handle: int, submission: calls.Submission) -> session_service_
     return submit
 
 
+def add_history(submit: session_service_pb2.Submit, output_token_ids: array[int], age_s: float) -> None:
+    """Make it the message of a request that was accepted before, with the outputs that have come, age_s seconds after
+    it was first submitted."""
+    submit.output_token_ids = _encode_column(output_token_ids)
+    submit.age.CopyFrom(_encode_duration(round(age_s * 1e9)))
+
+
 def encode_cancel(handle: int, reason: calls.CancelReason) -> session_service_pb2.Cancel:
     return session_service_pb2.Cancel(handle=handle, reason=_CANCEL_REASONS[reason])
 

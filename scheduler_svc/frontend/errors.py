@@ -97,7 +97,12 @@ def invalid(violations: tuple[Violation, ...], reason: str = "INVALID_PARAMETER"
 SCHEDULER_LOST = Failure(
     Code.UNAVAILABLE,
     "SCHEDULER_UNAVAILABLE",
-    "the front end has no connection to the scheduler; try again, it reconnects by itself",
+    "the front end has no connection to the scheduler, and none came back in time; try again",
+)
+MODEL_CHANGED = Failure(
+    Code.UNAVAILABLE,
+    "MODEL_CHANGED",
+    "another model is served now than the one that this request began with; send it again",
 )
 DRAINING = Failure(Code.UNAVAILABLE, "DRAINING", "this front end is shutting down; try again elsewhere")
 SCHEDULER_DRAINING = Failure(Code.UNAVAILABLE, "DRAINING", "the scheduler is shutting down; try again later")

@@ -20,7 +20,6 @@ from scheduler_svc.frontend.containment import contained
 from scheduler_svc.frontend.errors import (
     CLIENT_GONE,
     INTERNAL,
-    SCHEDULER_LOST,
     SLOW_READER,
     Failure,
     RequestError,
@@ -209,9 +208,6 @@ class Generation:
             self._fail(self._cut or ended.failure, ended.usage)
         else:
             self._finish(ended)
-
-    def lost(self) -> None:
-        self._fail(SCHEDULER_LOST)
 
     def _finish(self, ended: Ended) -> None:
         try:

@@ -34,6 +34,8 @@ class Limits:
     # Frames waiting to be sent to the scheduler, and the part of it that goes into one frame.
     max_outbox_bytes: int = 64 << 20
     max_frame_bytes: int = 1 << 20
+    # New requests that wait for a scheduler to come back.
+    max_held_requests: int = 1024
     # Of each kind (submits, cancels, ends of text) in one frame.
     max_frame_items: int = 512
     # A request ends so much before its client's deadline (but at most a tenth of the time left). gRPC rounds

@@ -25,7 +25,7 @@ from scheduler_svc.config import FrontendSettings, read_secret
 from scheduler_svc.frontend.api import GenerationServicer
 from scheduler_svc.frontend.engine import FrontEnd
 from scheduler_svc.frontend.limits import Limits
-from scheduler_svc.frontend.session_client import SessionClient
+from scheduler_svc.frontend.session_client import SessionClient, SessionTiming
 from scheduler_svc.frontend.session_transport import GrpcTransport
 from scheduler_svc.frontend.text import Tokenizer, load_tokenizer
 from scheduler_svc.rpc import channels
@@ -93,6 +93,7 @@ class FrontEndProcess:
             front_end_id=f"{socket.gethostname()}-{os.getpid()}-{self._rng.getrandbits(16):04x}",
             rng=self._rng,
             limits=self._limits,
+            timing=SessionTiming(scheduler_grace_s=self._settings.scheduler_grace_s),
         )
         session.on_change = self._readiness_changed.set
         self.front_end = FrontEnd(session, limits=self._limits, rng=self._rng, executor=executor)

@@ -3,8 +3,11 @@
 Nothing here knows gRPC: a SessionTransport is passed in, time comes from the running loop and chance from the given
 generator, so the same logic runs against a simulated network on virtual time.
 
-What a caller may rely on: every submit that is not refused at once gets exactly one of `refused`, `ended` or `lost`
-on its sink, and nothing after that, unless it was released first.
+The loss of a stream is a pause: live requests are kept and submitted again on the next one, with what they have
+yielded. Only when no scheduler comes back in time do they end.
+
+What a caller may rely on: every submit that is not refused at once gets exactly one of `refused` or `ended` on its
+sink, and nothing after that, unless it was released first.
 """
 
 from __future__ import annotations
@@ -13,15 +16,15 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from scheduler_svc.frontend import codec
-from scheduler_svc.frontend.calls import CancelReason, Ended, ModelDescription, Submission
+from scheduler_svc.frontend.calls import CancelReason, ModelDescription, Submission
 from scheduler_svc.frontend.containment import is_containable
 from scheduler_svc.frontend.errors import (
+    MODEL_CHANGED,
     NO_WORKER,
     SCHEDULER_DRAINING,
     SCHEDULER_LOST,
@@ -32,6 +35,8 @@ from scheduler_svc.frontend.errors import (
     SessionProtocolError,
 )
 from scheduler_svc.frontend.limits import Limits
+from scheduler_svc.frontend.live_requests import CANCELLED, GOES_ON, OVERDUE, CallSink, LiveRequest
+from scheduler_svc.frontend.outbox import Outbox
 from scheduler_svc.frontend.text import Tokenizer
 from stepfence.v1 import model_pb2, session_service_pb2
 from stepfence.v1.session_service_pb2 import AttachRequest, AttachResponse
@@ -42,6 +47,9 @@ PROTOCOL_REVISION = 2
 _OLDEST_REVISION = 2
 # Handles travel in int32 columns.
 _MAX_HANDLE = 2**31 - 1
+# So long after the end of a scheduler's stream an older one is not attached to: no longer, since clocks may step back.
+# Seconds.
+_TERM_REMEMBERED_S = 10.0
 
 # Once for each model, however often the scheduler is lost.
 TOKENIZER_UNUSABLE = (
@@ -76,22 +84,6 @@ class SessionTransport(Protocol):
     async def get_tokenizer(self) -> Sequence[model_pb2.TokenizerChunk]: ...
 
 
-class CallSink(Protocol):
-    """Receives what happens to one submitted request. Called from the loop; must neither block nor raise."""
-
-    def accepted(self, max_tokens: int) -> None: ...
-
-    def tokens(self, token_ids: Sequence[int]) -> None: ...
-
-    def refused(self, failure: Failure) -> None: ...
-
-    def ended(self, ended: Ended) -> None: ...
-
-    def lost(self) -> None:
-        """The stream to the scheduler is gone, and the request with it."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class SessionTiming:
     """In seconds."""
@@ -104,6 +96,8 @@ class SessionTiming:
     heartbeat_s: float = 1.0
     # A scheduler that opens the stream but does not say attached is given up.
     attach_timeout_s: float = 10.0
+    # Without a scheduler for so long, live requests end.
+    scheduler_grace_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,77 +109,6 @@ class ServedModel:
 
 
 LoadTokenizer = Callable[[Mapping[str, bytes]], Awaitable[Tokenizer]]
-
-
-class Outbox:
-    """Frames to send. The scheduler takes the parts of a frame in the order of its fields, so a frame is closed when
-    something is put in that must not overtake what is already there."""
-
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self._frames: deque[AttachRequest] = deque()
-        self._num_bytes = 0
-        self._frame_bytes = 0
-        self.filled = asyncio.Event()
-
-    @property
-    def full(self) -> bool:
-        return self._num_bytes >= self._limits.max_outbox_bytes
-
-    def put_submit(self, submit: session_service_pb2.Submit) -> None:
-        size = submit.ByteSize()
-        last = self._frames[-1] if self._frames else None
-        if (
-            last is None
-            or last.cancels
-            or last.text_ended
-            or len(last.submits) >= self._limits.max_frame_items
-            or self._frame_bytes + size > self._limits.max_frame_bytes
-        ):
-            last = self._open()
-        last.submits.append(submit)
-        self._frame_bytes += size
-        self._num_bytes += size
-        self.filled.set()
-
-    def put_cancel(self, cancel: session_service_pb2.Cancel) -> None:
-        last = self._frames[-1] if self._frames else None
-        if last is None or last.text_ended or len(last.cancels) >= self._limits.max_frame_items:
-            last = self._open()
-        last.cancels.append(cancel)
-        self.filled.set()
-
-    def put_text_ended(self, text_ended: session_service_pb2.TextEnded) -> None:
-        last = self._frames[-1] if self._frames else None
-        if last is None or len(last.text_ended) >= self._limits.max_frame_items:
-            last = self._open()
-        last.text_ended.append(text_ended)
-        self.filled.set()
-
-    def nudge(self) -> None:
-        """Have a frame sent although there is nothing to put into it."""
-        self.filled.set()
-
-    def take(self) -> AttachRequest | None:
-        if not self._frames:
-            self.filled.clear()
-            return None
-        frame = self._frames.popleft()
-        self._num_bytes -= sum(submit.ByteSize() for submit in frame.submits)
-        if not self._frames:
-            self.filled.clear()
-        return frame
-
-    def clear(self) -> None:
-        self._frames.clear()
-        self._num_bytes = 0
-        self.filled.clear()
-
-    def _open(self) -> AttachRequest:
-        frame = AttachRequest()
-        self._frames.append(frame)
-        self._frame_bytes = 0
-        return frame
 
 
 class SessionClient:
@@ -209,7 +132,8 @@ class SessionClient:
         self._timing = timing or SessionTiming()
         self._limits = limits or Limits()
         self._outbox = Outbox(self._limits)
-        self._sinks: dict[int, CallSink | None] = {}
+        # By handle, in the order of their submission; released ones too, until the scheduler ends them.
+        self._live: dict[int, LiveRequest] = {}
         self._next_handle = 1
         self._attached = False
         self._scheduler_draining = False
@@ -229,6 +153,16 @@ class SessionClient:
         # Whether requests may have a priority.
         self.accepts_priority = False
         self._attach_seq = 0
+        # Since when no scheduler is attached; None before the first one, and when the pause has lasted too long.
+        self._paused_since: float | None = None
+        self._pause_moved = asyncio.Event()
+        # Of the scheduler attached now.
+        self._can_resubmit = False
+        # Requests of the stream before are being submitted again; new ones wait behind them.
+        self._is_resubmitting = False
+        # Of the scheduler attached now or last, and when its stream ended.
+        self._term = 0
+        self._term_ended_at = 0.0
 
     # --- what holds now ---
 
@@ -239,7 +173,7 @@ class SessionClient:
     @property
     def num_handles(self) -> int:
         """Requests the scheduler has not ended yet, released ones included."""
-        return len(self._sinks)
+        return len(self._live)
 
     @property
     def not_ready_cause(self) -> str | None:
@@ -254,7 +188,9 @@ class SessionClient:
 
     @property
     def model(self) -> ServedModel:
-        """What is served now. Raises RequestError UNAVAILABLE."""
+        """What is served now; during a pause, what was served before it. Raises RequestError UNAVAILABLE."""
+        if self._is_pausing and self._known is not None:
+            return self._known
         if not self._attached:
             raise RequestError(SCHEDULER_LOST)
         if self._model is None:
@@ -264,32 +200,46 @@ class SessionClient:
     # --- requests ---
 
     def submit(self, submission: Submission, sink: CallSink) -> int:
-        """Send a request; its handle. Raises RequestError when it cannot even be sent."""
-        if not self._attached:
-            raise RequestError(SCHEDULER_LOST)
+        """Send a request, or keep it for the next scheduler during a pause; its handle. Raises RequestError."""
+        model = self.model.description
         if self._scheduler_draining:
             raise RequestError(SCHEDULER_DRAINING)
         if self._outbox.full:
             message = "the scheduler takes requests more slowly than they come; try again later"
             raise RequestError(Failure(Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", message, retry_after_s=1.0))
+        if not self._attached and sum(not r.is_accepted for r in self._live.values()) >= self._limits.max_held_requests:
+            raise RequestError(replace(SCHEDULER_LOST, retry_after_s=1.0))
         handle = self._free_handle()
-        self._sinks[handle] = sink
-        self._outbox.put_submit(codec.encode_submit(handle, submission))
+        request = self._live[handle] = LiveRequest(handle, submission, sink, model, asyncio.get_running_loop().time())
+        if self._attached and not self._is_resubmitting:
+            self._send(request)
+        else:
+            # It may have a deadline.
+            self._pause_moved.set()
         return handle
 
     def cancel(self, handle: int, reason: CancelReason) -> None:
         """End a request. Its sink still gets `ended`. No effect when it has ended."""
-        if handle in self._sinks:
+        request = self._live.get(handle)
+        if request is None:
+            return
+        if request.is_sent:
+            request.cancelled = reason
             self._outbox.put_cancel(codec.encode_cancel(handle, reason))
+        else:
+            self._end(request, CANCELLED[reason])
 
     def release(self, handle: int) -> None:
-        """Nobody wants to hear of this request any more. The handle stays taken until the scheduler ends it."""
-        if handle in self._sinks:
-            self._sinks[handle] = None
+        """The sink is to hear of this request no more. The handle stays taken until the scheduler ends it."""
+        request = self._live.get(handle)
+        if request is not None:
+            request.sink = None
 
     def text_ended(self, handle: int, num_tokens: int) -> None:
         """A stop string completed within output token num_tokens - 1."""
-        if handle in self._sinks:
+        request = self._live.get(handle)
+        if request is not None and request.is_sent:
+            request.text_has_ended = True
             self._outbox.put_text_ended(session_service_pb2.TextEnded(handle=handle, num_tokens=num_tokens))
 
     def no_stream_left(self) -> None:
@@ -297,22 +247,40 @@ class SessionClient:
         self._outbox.nudge()
 
     def _free_handle(self) -> int:
-        while self._next_handle in self._sinks:
+        while self._next_handle in self._live:
             self._next_handle = self._next_handle % _MAX_HANDLE + 1
         handle = self._next_handle
         self._next_handle = handle % _MAX_HANDLE + 1
         return handle
 
+    def _send(self, request: LiveRequest) -> None:
+        self._outbox.put_submit(request.submit(asyncio.get_running_loop().time()))
+
+    def _end(self, request: LiveRequest, failure: Failure | None) -> None:
+        """End a request here, whether or not the scheduler knows of it. failure None: it ended well."""
+        if not request.is_sent:
+            self._live.pop(request.handle, None)
+        request.end(failure, asyncio.get_running_loop().time())
+
     # --- the stream ---
 
     async def run(self) -> None:
         """Keep attached until cancelled."""
+        watch = asyncio.create_task(self._watch_pause())
+        try:
+            await self._keep_attached()
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    async def _keep_attached(self) -> None:
         backoff_s = self._timing.first_backoff_s
         while True:
             try:
                 await self._serve()
             except asyncio.CancelledError:
                 self._lose("the front end stops", logging.INFO)
+                self._give_up()
                 raise
             except BaseException as error:
                 if not is_containable(error):
@@ -329,23 +297,89 @@ class SessionClient:
         return seconds * (1 + self._timing.jitter * (2 * self._rng.random() - 1))
 
     def _lose(self, because: str, level: int = logging.WARNING) -> None:
-        """Every live request ends with the stream."""
+        """The stream is over. Live requests wait for the next one, but those whose end needs no scheduler."""
+        now = asyncio.get_running_loop().time()
         log.log(
             level if self._attached else logging.DEBUG,
             "scheduler lost",
-            extra={"cause": because, "requests_ended": len(self._sinks)},
+            extra={"cause": because, "requests_kept": len(self._live)},
         )
+        if self._attached:
+            self._paused_since = self._term_ended_at = now
         self._attached = False
+        self._is_resubmitting = False
         self._scheduler_draining = False
         self._no_worker_because = None
         self._lost_because = because
         self._model = None
         self._outbox.clear()
-        sinks, self._sinks = self._sinks, {}
-        for sink in sinks.values():
-            if sink is not None:
-                sink.lost()
+        for request in list(self._live.values()):
+            verdict = request.stream_lost(now)
+            if verdict is not GOES_ON:
+                self._end(request, verdict)
+        self._pause_moved.set()
         self.on_change()
+
+    # --- the pause between two schedulers ---
+
+    @property
+    def _is_pausing(self) -> bool:
+        """No scheduler is attached, and one was a short while ago: calls wait for the next one."""
+        return not self._attached and self._paused_since is not None
+
+    async def _watch_pause(self) -> None:
+        """End requests whose deadlines pass while no scheduler counts them, and all when the pause lasts too long."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self._pause_moved.clear()
+            wakes_at = self._look_at_pause(loop.time())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(wakes_at):
+                    await self._pause_moved.wait()
+
+    def _look_at_pause(self, now: float) -> float | None:
+        """When to look again; None: when something happens."""
+        if self._paused_since is None or self._attached:
+            return None
+        ends_at = self._paused_since + self._timing.scheduler_grace_s
+        if now >= ends_at:
+            self._give_up()
+            return None
+        for request in list(self._live.values()):
+            if request.deadline is not None and request.deadline <= now:
+                self._end(request, OVERDUE)
+            elif request.deadline is not None:
+                ends_at = min(ends_at, request.deadline)
+        return ends_at
+
+    def _give_up(self) -> None:
+        """No scheduler came back in time: end everything."""
+        self._paused_since = None
+        if self._live:
+            log.warning("no scheduler came back in time", extra={"requests_ended": len(self._live)})
+        for request in list(self._live.values()):
+            self._end(request, SCHEDULER_LOST)
+
+    async def _resubmit(self) -> None:
+        """Submit again what earlier streams had accepted, in the order of age, then what came during the pause."""
+        for request in [request for request in self._live.values() if request.is_accepted]:
+            if not self._can_resubmit:
+                self._end(request, SCHEDULER_LOST)
+            else:
+                await self._send_unless_over(request)
+        self._outbox.put_resubmits_done()
+        self._is_resubmitting = False
+        for request in list(self._live.values()):
+            await self._send_unless_over(request)
+
+    async def _send_unless_over(self, request: LiveRequest) -> None:
+        await self._outbox.room()
+        if self._live.get(request.handle) is request and not request.is_sent:
+            self._send(request)
+            # A long history takes a while to copy: others get their turn.
+            await asyncio.sleep(0)
+
+    # --- one stream ---
 
     async def _serve(self) -> None:
         """One stream from hello to its end; raises SessionLost or SessionProtocolError."""
@@ -356,6 +390,7 @@ class SessionClient:
                 await self._greet(stream)
             helpers.append(asyncio.create_task(self._help(stream, lambda: self._send_frames(stream))))
             helpers.append(asyncio.create_task(self._help(stream, self._keep_model_known)))
+            helpers.append(asyncio.create_task(self._help(stream, self._resubmit)))
             while True:
                 self._take(await stream.receive())
         except TimeoutError:
@@ -384,12 +419,21 @@ class SessionClient:
                 f"the scheduler speaks protocol revision {revision}, this front end revision {PROTOCOL_REVISION}: "
                 "bring both to releases whose revisions differ by one at most"
             )
+        self._check_term(frame.attached.term)
         self.accepts_priority = session_service_pb2.SESSION_FEATURE_PRIORITY in frame.attached.features
-        self._attached = True
+        self._can_resubmit = session_service_pb2.SESSION_FEATURE_RESUBMIT in frame.attached.features
+        self._attached = self._is_resubmitting = True
         self._model_wanted.set()
         log.info("attached to the scheduler", extra={"incarnation": f"{frame.attached.scheduler_incarnation:016x}"})
         self._take(frame)
         self.on_change()
+
+    def _check_term(self, term: int) -> None:
+        """Raises SessionLost for a scheduler that started before the one that was attached last."""
+        is_remembered = asyncio.get_running_loop().time() - self._term_ended_at < _TERM_REMEMBERED_S
+        if 0 < term < self._term and is_remembered:
+            raise SessionLost("a scheduler answers that is older than the last one: stop the older one")
+        self._term = term
 
     async def _help(self, stream: SessionStream, work: Callable[[], Awaitable[None]]) -> None:
         """Work beside the receiving; when it fails, the stream ends, and receiving with it."""
@@ -415,10 +459,11 @@ class SessionClient:
     # --- frames down ---
 
     def _take(self, frame: AttachResponse) -> None:
-        self._take_answers(frame)
-        self._take_output(frame)
         if frame.HasField("model_changed"):
             self._model_wanted.set()
+            self._end_requests_of_other_models(codec.decode_model(frame.model_changed.model))
+        self._take_answers(frame)
+        self._take_output(frame)
         if frame.HasField("readiness"):
             self._no_worker_because = None if frame.readiness.ready else frame.readiness.cause
             self.on_change()
@@ -428,21 +473,32 @@ class SessionClient:
 
     def _take_answers(self, frame: AttachResponse) -> None:
         for accepted in frame.accepted:
-            if (sink := self._sinks.get(accepted.handle)) is not None:
-                sink.accepted(accepted.max_tokens)
+            if (request := self._live.get(accepted.handle)) is not None:
+                request.accepted(accepted.max_tokens)
         for refused in frame.refused:
-            if (sink := self._sinks.pop(refused.handle, None)) is not None:
-                sink.refused(codec.decode_failure(refused.failure))
+            if (request := self._live.pop(refused.handle, None)) is not None:
+                request.refused(codec.decode_failure(refused.failure), asyncio.get_running_loop().time())
 
     def _take_output(self, frame: AttachResponse) -> None:
         if frame.HasField("tokens"):
             for handle, token_ids in codec.decode_tokens(frame.tokens):
-                if (sink := self._sinks.get(handle)) is not None:
-                    sink.tokens(token_ids)
+                if (request := self._live.get(handle)) is not None:
+                    request.tokens(token_ids)
+        for changed in frame.usage_changed:
+            if (request := self._live.get(changed.handle)) is not None:
+                request.usage.changed(codec.decode_usage(changed.usage), asyncio.get_running_loop().time())
         for message in frame.ended:
             ended = codec.decode_ended(message)
-            if (sink := self._sinks.pop(message.handle, None)) is not None:
-                sink.ended(ended)
+            if (request := self._live.pop(message.handle, None)) is not None:
+                request.ended(ended)
+
+    def _end_requests_of_other_models(self, model: ModelDescription) -> None:
+        """A text cannot be continued by another model than the one that began it."""
+        for request in list(self._live.values()):
+            if request.sink is not None and not request.fits(model):
+                if request.is_sent:
+                    self.cancel(request.handle, CancelReason.ABORTED)
+                self._end(request, MODEL_CHANGED)
 
     # --- the model ---
 

@@ -8,9 +8,10 @@ AssertionErrors (InvariantViolation, WorkerViolation, CoreViolation)."""
 
 from __future__ import annotations
 
-from collections import Counter
+from array import array
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 from scheduler_svc.core import invariants
@@ -41,6 +42,7 @@ from scheduler_svc.core.events import (
     TextEnded,
     Tick,
     TokensProduced,
+    UsageChanged,
     WorkerProtocolError,
 )
 from scheduler_svc.core.output import SchedulerOutput
@@ -87,6 +89,8 @@ class Client:
     high_water: int = 0
     recomputed_below: int = 0
     num_recomputed_tokens: int = 0
+    # What the core said last of its cost, before its end.
+    usage: Usage | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -138,6 +142,8 @@ class CheckedCore:
         self._by_handle: dict[int, Client] = {}
         self._num_events = 0
         self._num_epochs: Counter[str] = Counter()
+        # Those that ended well a short while ago: their ends may be lost with the scheduler.
+        self._ended_well: deque[Client] = deque(maxlen=4)
         self._awaiting_answer: int | None = None
         self._half_progress = False
 
@@ -168,6 +174,48 @@ class CheckedCore:
         self.clients[event.request_id] = self._by_handle[event.handle] = client
         self._look()
         return True
+
+    def restart(self, num_lost: Callable[[], int]) -> None:
+        """The scheduler is lost with all its ranks, and another one takes over without any. Every request is submitted
+        again with the outputs that came, all but the last `num_lost()` of them; so is one whose end was lost."""
+        self.reached["scheduler lost"] += 1
+        clients = [*self.clients.values()]
+        ended = [client for client in self._ended_well if client.event.request_id not in self.clients]
+        self._ended_well.clear()
+        self.scheduler = Scheduler(self.config)
+        self.links, self.clients, self._by_handle, self.late_results = {}, {}, {}, []
+        self.tick(0)
+        # Front ends come back in any order; the one whose end was lost first.
+        for client in [*ended[:1], *reversed(clients)]:
+            self._submit_again(client, 0 if client.due else num_lost())
+        if self.config.policy.value == "fcfs":
+            arrivals = [request.arrival for request in self.scheduler.state.queue.waiting]
+            _demand(arrivals == sorted(arrivals), f"the queue is not in the order of arrival: {arrivals}")
+
+    def _submit_again(self, old: Client, num_lost: int) -> None:
+        outputs = old.outputs[: max(0, len(old.outputs) - num_lost)]
+        event = replace(
+            old.event,
+            max_tokens=old.max_tokens,
+            min_tokens=min(old.event.min_tokens, old.max_tokens),
+            arrival=old.arrived_at,
+            output_tokens=array("i", outputs),
+        )
+        source = TokenSource(event.sampling, [*event.prompt, *outputs])
+        client = Client(event, old.max_tokens, source, old.arrived_at, outputs=outputs, due=old.due)
+        if outputs:
+            client.num_cached_tokens = 0
+            client.high_water = len(event.prompt) + len(outputs) - 1
+        self.clients[event.request_id] = self._by_handle[event.handle] = client
+        self._awaiting_answer = event.handle
+        effects = self._handle(event)
+        _demand(self._awaiting_answer is None, f"{event.request_id} got no answer")
+        _demand(isinstance(effects[0], RequestAccepted), f"{effects[0]}, although it was accepted before")
+        self.reached["submitted again"] += 1
+        self.reached["submitted again with outputs"] += bool(outputs)
+        if client.due is not None:
+            _demand(event.request_id not in self.clients, f"{event.request_id} goes on behind its end")
+            self.reached["end of a request lost with the scheduler"] += 1
 
     def abort(self, request_id: str, cause: AbortCause = AbortCause.ABORTED) -> None:
         client = self.clients.get(request_id)
@@ -537,6 +585,8 @@ class CheckedCore:
                     self._ended(effect)
                 case RequestPreempted():
                     self._preempted(effect)
+                case UsageChanged():
+                    self._by_handle[effect.handle].usage = effect.usage
                 case RequestAccepted() | RequestRefused():
                     _demand(effect.handle == self._awaiting_answer, f"no request asked for {effect}")
                     self._awaiting_answer = None
@@ -606,6 +656,8 @@ class CheckedCore:
         self._check_poison(client, effect)
         self._check_usage(client, effect.usage)
         del self.clients[effect.request_id], self._by_handle[effect.handle]
+        if client.due is not None and client.text_ended_at is None:
+            self._ended_well.append(client)
         cause = "" if effect.cause is None else f" {effect.cause.value}"
         self.reached[f"ended: {effect.reason.value}{cause}"] += 1
         link = client.link
@@ -633,10 +685,19 @@ class CheckedCore:
             usage.num_preemptions,
         )
         _demand(told == expected, f"usage of {client.event.request_id} is {told}, not {expected}")
-        if not self.config.num_speculative_tokens and self.config.rules.resume_settled:
+        position_is_known = not self.config.num_speculative_tokens and self.config.rules.resume_settled
+        if position_is_known:
             again = usage.num_recomputed_tokens
             seen = client.num_recomputed_tokens
             _demand(again == seen, f"{client.event.request_id} recomputed {seen}, usage says {again}")
+        if client.usage is not None:
+            known, last = client.usage, (usage.num_cached_tokens, usage.num_preemptions)
+            _demand((known.num_cached_tokens, known.num_preemptions) == last, f"{known} was the last before {usage}")
+            is_settled = position_is_known and client.position >= client.recomputed_below
+            _demand(
+                not is_settled or known.num_recomputed_tokens == usage.num_recomputed_tokens,
+                f"{known} was the last before {usage}",
+            )
         total = self.now - client.arrived_at + 1e-6
         times_fit = min(usage.queued_s, usage.preempted_s) >= 0 and usage.queued_s + usage.preempted_s <= total
         _demand(times_fit, f"{usage} within {total} s")

@@ -99,6 +99,9 @@ MUST_REACH = (
     "queued: STEP_PREEMPTS",
     "queued: GRAMMAR_NOT_READY",
     "idle, nothing left",
+    "scheduler lost",
+    "submitted again with outputs",
+    "end of a request lost with the scheduler",
 )
 _SHARE_OF_CROWDED = 0.25
 _TRACE_LENGTH = 60
@@ -144,6 +147,8 @@ class World:
     # Chance that a result comes before the next steps are planned.
     eagerness: float
     drains: bool
+    # Chance per event that the scheduler is lost.
+    restart_rate: float
 
     @property
     def is_crowded(self) -> bool:
@@ -177,6 +182,8 @@ class World:
             grammar_share=random.choice((0.0, 0.1)),
             eagerness=random.choice((0.1, 0.5, 0.9)),
             drains=random.random() < 0.2,
+            # From a source of its own, so that older worlds stay as they were.
+            restart_rate=0.0 if is_reference else Random(~seed).choice((0.0, 0.0, 0.0, 0.02)),
         )
 
 
@@ -293,6 +300,7 @@ class Simulation:
             (world.abort_rate / 4, self._end_text),
             (loss, self._lose),
             (loss / 8, self._drain_rank),
+            (world.restart_rate, self._restart),
             (3 * loss + 0.02, self._join),
             (loss, self._deliver_late),
             (0.01, self._deliver_wrong),
@@ -404,10 +412,16 @@ class Simulation:
             cache_salt=salt,
             sampling=(REPETITIVE if is_repetitive else b"h") + salt.encode(),
             deadline=self.core.now + random.uniform(0, 4) if random.random() < world.deadline_share else None,
-            arrival=float(random.randrange(3)) if ties else None,
+            arrival=self._arrival(ties),
             skip_prefix_cache=random.random() < 0.05,
             awaits_grammar=random.random() < world.grammar_share,
         )
+
+    def _arrival(self, ties: bool) -> float | None:
+        if self.world.restart_rate:
+            # As the service does: no two are the same.
+            return self.core.now + self._next_handle * 1e-9
+        return float(self.random.randrange(3)) if ties else None
 
     def _prompt(self) -> list[int]:
         """A prefix of one of few streams, or of a text seen before, with a tail of its own now and then."""
@@ -458,6 +472,10 @@ class Simulation:
             graceful, num_executed = self.random.random() < 0.2, self.random.randint(0, 2)
             self._note(f"lose {name}, graceful {graceful}")
             self.core.lose(name, graceful=graceful, num_executed=num_executed)
+
+    def _restart(self) -> None:
+        self._note("restart of the scheduler")
+        self.core.restart(lambda: self.random.choice((0, 0, 1, 3)))
 
     def _drain_rank(self) -> None:
         if self.core.links:

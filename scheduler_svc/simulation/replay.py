@@ -219,6 +219,12 @@ class Story:
 
     def _arrived(self, event: RequestArrived) -> None:
         most = f"at most {event.max_tokens} tokens" if event.max_tokens else "as many tokens as fit"
+        if event.output_tokens is not None:
+            self._tell(
+                f"was submitted again after the loss of a scheduler, or of its stream, with {len(event.prompt)} prompt "
+                f"tokens and {len(event.output_tokens)} output tokens"
+            )
+            return
         self._tell(f"arrived with a prompt of {len(event.prompt)} tokens, asking for {most}")
 
     def _accepted(self, effect: RequestAccepted) -> None:

@@ -165,7 +165,7 @@ def nobody_is_overtaken(step: PlannedStep) -> Iterator[str]:
     admitted = set(step.admitted)
     left = [r for r in step.before.fresh if r not in admitted and not r.ticket.skipped]
     for request in step.admitted:
-        if request in step.before.fresh and any(r.sequence < request.sequence for r in left):
+        if request in step.before.fresh and any(r.arrival < request.arrival for r in left):
             yield f"{request.request_id} overtakes one of {left}"
 
 

@@ -22,6 +22,7 @@ from scheduler_svc.core.events import (
     StepAcked,
     Tick,
     TokensProduced,
+    UsageChanged,
 )
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.stats import Totals
@@ -163,7 +164,7 @@ class VirtualRun:
                     self.logs[effect.handle].ended_s = self.end_s = self._now_s
                 case RequestRefused():
                     raise RuntimeError(f"{effect.request_id} was refused: {effect.message}")
-                case RequestAccepted() | PrefixCacheReset():
+                case RequestAccepted() | UsageChanged() | PrefixCacheReset():
                     pass
                 case _:
                     assert_never(effect)

@@ -66,6 +66,7 @@ class RankClient:
         config: SessionConfig,
         timeouts: Timeouts,
         scheduler_incarnation: int,
+        term: int = 0,
         rng: random.Random,
         metrics: MetricsSink,
         on_state: Callable[[RankClient], None],
@@ -74,7 +75,13 @@ class RankClient:
         # Set when the address is gone from its name: the client ends with its stream.
         self.is_orphaned = False
         self._session = WorkerSession(
-            rank, model, register, config=config, timeouts=timeouts, scheduler_incarnation=scheduler_incarnation
+            rank,
+            model,
+            register,
+            config=config,
+            timeouts=timeouts,
+            scheduler_incarnation=scheduler_incarnation,
+            term=term,
         )
         self._transport = transport
         self._inbox = inbox

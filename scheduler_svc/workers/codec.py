@@ -219,6 +219,7 @@ def _parse(message: ProtoMessage, data: bytes) -> None:
 def encode_open(
     *,
     scheduler_incarnation: int,
+    term: int,
     epoch: int,
     block_size: int,
     num_rows: int,
@@ -238,6 +239,7 @@ def encode_open(
         max_model_len=max_model_len,
         max_inflight_steps=max_inflight_steps,
         required_features=[int(feature) for feature in sorted(required_features)],  # type: ignore[misc]
+        term=term,
     )
     return worker_service_pb2.RunStepsRequest(open=opening).SerializeToString()
 

@@ -51,6 +51,8 @@ _DRAINING: Final = "DRAINING"
 _UNFIT_CODE: Final = "INVALID_ARGUMENT"
 # Code of a worker that another scheduler has opened.
 _TAKEN_OVER_CODE: Final = "ABORTED"
+# ErrorInfo reason of a worker that a scheduler which started later has opened.
+_NEWER_SCHEDULER: Final = "NEWER_SCHEDULER"
 # The cluster secret is missing or wrong: the same call cannot succeed until an operator changes something.
 _NOT_LET_IN_CODE: Final = "UNAUTHENTICATED"
 
@@ -149,6 +151,7 @@ class WorkerSession:
         config: SessionConfig,
         timeouts: Timeouts,
         scheduler_incarnation: int,
+        term: int = 0,
     ) -> None:
         self.rank = rank
         self.state = State.DISCONNECTED
@@ -165,6 +168,7 @@ class WorkerSession:
         self._config = config
         self._timeouts = timeouts
         self._scheduler_incarnation = scheduler_incarnation
+        self._term = term
         self._was_joined = False
         # The worker has announced that it drains; survives a lost stream of the epoch.
         self._is_leaving = False
@@ -245,6 +249,7 @@ class WorkerSession:
         config = self._config
         return codec.encode_open(
             scheduler_incarnation=self._scheduler_incarnation,
+            term=self._term,
             epoch=self.epoch,
             block_size=config.block_size,
             num_rows=config.num_rows,
@@ -315,6 +320,8 @@ class WorkerSession:
         """The same error; RankUnfit where asking the same again at once cannot help."""
         if isinstance(error, LinkRejected):
             if error.code == _NOT_LET_IN_CODE:
+                return RankUnfit(error.message)
+            if error.reason == _NEWER_SCHEDULER:
                 return RankUnfit(error.message)
             # What was asked for is wrong for this worker (a pool without room for a block, say).
             if self.state is State.OPENING and error.code == _UNFIT_CODE:

@@ -64,6 +64,7 @@ class Refusal:
     message: str
     metadata: dict[str, str]
     fields: tuple[str, ...]
+    usage: usage_pb2.Usage | None = None
 
 
 def sampling(**given: Any) -> sampling_pb2.SamplingParams:
@@ -94,7 +95,7 @@ async def generate(
 
 def refusal(error: grpc.RpcError | Any) -> Refusal:
     """Status and details of a failed call."""
-    reason, metadata, fields = "", {}, ()
+    reason, metadata, fields, usage = "", {}, (), None
     status = rpc_status.from_call(_AsCall(error))  # type: ignore[arg-type]
     for detail in status.details if status is not None else ():
         if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
@@ -106,7 +107,10 @@ def refusal(error: grpc.RpcError | Any) -> Refusal:
             bad = error_details_pb2.BadRequest()
             detail.Unpack(bad)
             fields = tuple(violation.field for violation in bad.field_violations)
-    return Refusal(error.code(), reason, error.details() or "", metadata, fields)
+        elif detail.Is(usage_pb2.Usage.DESCRIPTOR):
+            usage = usage_pb2.Usage()
+            detail.Unpack(usage)
+    return Refusal(error.code(), reason, error.details() or "", metadata, fields, usage)
 
 
 class _AsCall:

@@ -100,6 +100,7 @@ class Client:
     # It, or what it was connected to, is gone.
     is_gone: bool = False
     was_aborted: bool = False
+    was_accepted: bool = False
     # At some time between its start and its failure.
     was_without_scheduler: bool = False
     # Its front end was not ready.
@@ -117,6 +118,7 @@ class Client:
         self.due = self.wish.due()
         self.came_too_early = self.front_end.session.not_ready_cause is not None
         engine = self.front_end.front_end
+        knows_model = self.front_end.session._known is not None
         try:
             with engine.stream(), await engine.start(self.wish.call(), self._time_left) as generation:
                 self.request_id = generation.request_id
@@ -126,7 +128,7 @@ class Client:
                         await asyncio.sleep(self.wish.pause_s)
         except RequestError as error:
             self.failure = error.failure
-            self.was_without_scheduler = self.front_end.was_without_scheduler_since(self.started_at)
+            self.was_without_scheduler = self.front_end.gave_up_since(self.started_at) or not knows_model
         except asyncio.CancelledError:
             self.is_gone = True
             raise
@@ -142,6 +144,7 @@ class Client:
         assert self.due is not None
         if self.finished is not None:
             self.accuse(f"client {self.wish.index} hears {event} after the end")
+        self.was_accepted = True
         if isinstance(event, Delta):
             if bytes(event.token_ids).decode() != event.text:
                 self.accuse(f"client {self.wish.index}: text and ids of {event} differ")

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from scheduler_svc.frontend.engine import FrontEnd
 from scheduler_svc.frontend.errors import SessionLost
 from scheduler_svc.frontend.limits import Limits
-from scheduler_svc.frontend.session_client import SessionClient, SessionStream
+from scheduler_svc.frontend.session_client import SessionClient, SessionStream, SessionTiming
 from scheduler_svc.frontend.text import Tokenizer, load_tokenizer
 from stepfence.v1 import model_pb2
 from stepfence.v1 import session_service_pb2 as pb
@@ -110,18 +110,27 @@ class FrontEndProcess:
         transport = SchedulerNetwork(network, self.process, address, scheduler)
         self.session = SessionClient(transport, _load, front_end_id=address, rng=rng)
         self.front_end = FrontEnd(self.session, limits=Limits(), rng=rng)
-        # When it had no scheduler: the moments of losing one, and whether it has one now.
-        self.lost_at: list[float] = [now()]
-        self._was_attached = False
+        # When it first had a scheduler; and when it last had none for the whole grace.
+        self.first_attach_at: float | None = None
+        self.gave_up_at = -1.0
+        self._lost_at: float | None = None
         self._now = now
         self.session.on_change = self._changed
         self.process.spawn(self.session.run(), "session")
 
     def _changed(self) -> None:
-        if self._was_attached and not self.session.attached:
-            self.lost_at.append(self._now())
-        self._was_attached = self.session.attached
+        now = self._now()
+        if self.session.attached:
+            if self.first_attach_at is None:
+                self.first_attach_at = now
+            if self._lost_at is not None and now - self._lost_at >= SessionTiming().scheduler_grace_s:
+                self.gave_up_at = now
+            self._lost_at = None
+        elif self._lost_at is None:
+            self._lost_at = now
 
-    def was_without_scheduler_since(self, moment: float) -> bool:
-        """Whether it had no stream to the scheduler at some time since then."""
-        return not self._was_attached or self.lost_at[-1] >= moment
+    def gave_up_since(self, moment: float) -> bool:
+        """Whether it had no scheduler when asked, or came to have none for as long as requests wait."""
+        if self.first_attach_at is None or self.first_attach_at >= moment or self.gave_up_at >= moment:
+            return True
+        return self._lost_at is not None and self._now() - self._lost_at >= SessionTiming().scheduler_grace_s

@@ -199,6 +199,7 @@ class SchedulerProcess:
             transport=WorkerNetwork(self._network, self.process, self.address),
             resolver=self._names,
             rng=self._rng,
+            wall_time=self._network.loop.time,
             recorder=self.observer,
         )
         self.service = self.observer.scheduler = service

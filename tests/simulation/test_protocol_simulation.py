@@ -3,6 +3,7 @@ something."""
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -15,8 +16,9 @@ import pytest
 
 from scheduler_svc.core.kv.manager import KvManager
 from scheduler_svc.core.request import Run
+from scheduler_svc.frontend.live_requests import LiveRequest
 from scheduler_svc.frontend.session_client import SessionClient
-from scheduler_svc.session import FrontEndSession
+from scheduler_svc.session import FrontEndSession, SessionHub
 from scheduler_svc.workers.actions import Action
 from scheduler_svc.workers.codec import StepResult
 from scheduler_svc.workers.session import WorkerSession
@@ -143,13 +145,28 @@ def keep_requests_of_lost_front_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FrontEndSession, "lost", forget)
 
 
+def forget_what_was_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next scheduler is not sent the outputs: it begins again, and every token comes twice."""
+
+    def pass_on(self: LiveRequest, token_ids: Any) -> None:
+        if self.sink is not None:
+            self.sink.tokens(token_ids)
+
+    monkeypatch.setattr(LiveRequest, "tokens", pass_on)
+
+
+def keep_older_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A front end's older stream is in the way of its newer one."""
+    monkeypatch.setattr(SessionHub, "supersede", lambda self, hello: None)
+
+
 def leave_streams_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
     """The front end does not tell its calls that the scheduler is lost."""
     lose = SessionClient._lose
 
-    def lose_in_silence(self: SessionClient, because: str) -> None:
-        self._sinks.clear()
-        lose(self, because)
+    def lose_in_silence(self: SessionClient, because: str, level: int = logging.WARNING) -> None:
+        self._live.clear()
+        lose(self, because, level)
 
     monkeypatch.setattr(SessionClient, "_lose", lose_in_silence)
 
@@ -160,6 +177,8 @@ PLANTED = [
     apply_late_results,
     forget_answers_too_early,
     keep_requests_of_lost_front_ends,
+    forget_what_was_received,
+    keep_older_streams,
     leave_streams_hanging,
 ]
 

@@ -29,7 +29,16 @@ from worker_svc.step import Step, StepAnswer, StepOutput
 ON_PURPOSE: Final = "fails on purpose"
 # Reasons with which a worker may end a stream of a scheduler that makes no mistake. All others accuse the scheduler.
 _INNOCENT: Final = frozenset(
-    {"SUPERSEDED", "EPOCH_OVER", "EPOCH_TOO_SMALL", "DRAINING", "MODEL_LOADING", "OPEN_EXPECTED", "BUSY"}
+    {
+        "SUPERSEDED",
+        "EPOCH_OVER",
+        "EPOCH_TOO_SMALL",
+        "DRAINING",
+        "MODEL_LOADING",
+        "OPEN_EXPECTED",
+        "BUSY",
+        "NEWER_SCHEDULER",
+    }
 )
 
 

@@ -685,7 +685,8 @@ _EXCUSES: Final[dict[str, Callable[[World, Client], bool]]] = {
     ),
     "DUPLICATE_REQUEST_ID": lambda world, c: world.has_twin(c),
     "ABORTED": lambda world, c: c.was_aborted,
-    "DRAINING": lambda world, c: c.ended_at is not None and world.was_drained_before(c.ended_at),
+    # Who was accepted goes on with the next scheduler.
+    "DRAINING": lambda world, c: not c.was_accepted and c.ended_at is not None and world.was_drained_before(c.ended_at),
 }
 
 Trouble = Callable[[World], Coroutine[Any, Any, None]]

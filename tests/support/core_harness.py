@@ -39,6 +39,7 @@ from scheduler_svc.core.events import (
     StepAcked,
     Tick,
     TokensProduced,
+    UsageChanged,
 )
 from scheduler_svc.core.output import NewRow, SchedulerOutput
 from scheduler_svc.core.rank import RankState
@@ -48,6 +49,7 @@ from scheduler_svc.core.resources.container import Resources
 from scheduler_svc.core.resources.quarantine import Quarantine
 from scheduler_svc.core.rules import Fence
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.stats import Usage
 from scheduler_svc.simulation.emulation import ScriptedThrottle
 
 VOCAB_SIZE = 50_000
@@ -283,6 +285,8 @@ class Client:
     accepted: RequestAccepted | None = None
     refused: RequestRefused | None = None
     ended: RequestEnded | None = None
+    # What the core said of its cost, last.
+    usage: Usage | None = None
 
     @property
     def reason(self) -> EndReason | None:
@@ -350,7 +354,7 @@ class World:
         handle = len(self.clients) + 1
         tokens = [handle * 100 + i for i in range(prompt)] if isinstance(prompt, int) else list(prompt)
         stops = (*fields.get("stop_token_ids", ()), *fields.get("eos_token_ids", ()))
-        client = Client(request_id, handle, tokens, max_tokens, stops)
+        client = Client(request_id, handle, tokens, max_tokens, stops, list(fields.get("output_tokens") or ()))
         self.clients.append(client)
         self.handle(RequestArrived(request_id, handle, array("i", tokens), max_tokens, **fields))
         return client
@@ -498,6 +502,8 @@ class World:
                     self._see_tokens(effect)
                 case RequestPreempted():
                     self.preemptions.append(effect)
+                case UsageChanged():
+                    self._client(effect.handle).usage = effect.usage
                 case PrefixCacheReset():
                     self.resets.append(effect)
                 case RequestAccepted():
@@ -532,8 +538,11 @@ class World:
         if effect.reason is EndReason.LENGTH:
             # The reference clips to the model's length without saying so.
             promised = client.accepted.max_tokens
-            assert len(client.tokens) == promised or (
-                not self.config.rules.refuse_infeasible and len(client.tokens) < promised
+            is_full = len(client.prompt) + len(client.tokens) == self.scheduler.state.max_model_len
+            assert (
+                is_full
+                or len(client.tokens) == promised
+                or (not self.config.rules.refuse_infeasible and len(client.tokens) < promised)
             )
 
     def _client(self, handle: int) -> Client:

@@ -26,6 +26,8 @@ class Stream:
     refused: session_service_pb2.Failure | None = None
     tokens: list[int] = field(default_factory=list)
     end: session_service_pb2.RequestEnded | None = None
+    # What the scheduler said of its cost, last.
+    usage: usage_pb2.Usage | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -76,7 +78,15 @@ STOP = usage_pb2.FINISH_REASON_STOP
 class SessionClient:
     """Use as an async context manager."""
 
-    def __init__(self, address: str, front_end_id: str = "test", *, heartbeat_s: float | None = 0.5) -> None:
+    def __init__(
+        self,
+        address: str,
+        front_end_id: str = "test",
+        *,
+        heartbeat_s: float | None = 0.5,
+        incarnation: int = 0,
+        attach_seq: int = 0,
+    ) -> None:
         self.streams: dict[int, Stream] = {}
         self.attached: session_service_pb2.Attached | None = None
         self.model_changes: list[session_service_pb2.ModelChanged] = []
@@ -89,6 +99,8 @@ class SessionClient:
         self.status: grpc.StatusCode | None = None
         self.details = ""
         self._front_end_id = front_end_id
+        self._incarnation = incarnation
+        self._attach_seq = attach_seq
         self._heartbeat_s = heartbeat_s
         self._channel = grpc.aio.insecure_channel(address)
         self.stub: Any = session_service_pb2_grpc.SessionServiceStub(self._channel)
@@ -102,7 +114,12 @@ class SessionClient:
         self.reading.set()
 
     async def __aenter__(self) -> SessionClient:
-        hello = session_service_pb2.Hello(front_end_id=self._front_end_id, protocol_revision=2)
+        hello = session_service_pb2.Hello(
+            front_end_id=self._front_end_id,
+            protocol_revision=2,
+            front_end_incarnation=self._incarnation,
+            attach_seq=self._attach_seq,
+        )
         self.send(session_service_pb2.AttachRequest(hello=hello))
         self._call = self.stub.Attach(self._requests())
         self._tasks.append(asyncio.create_task(self._read()))
@@ -137,6 +154,7 @@ class SessionClient:
         handle: int | None = None,
         priority: int = 0,
         output_token_ids: Iterable[int] = (),
+        age_s: float | None = None,
         **sampling: Any,
     ) -> Stream:
         """Submit a greedy request without stop ids."""
@@ -153,6 +171,8 @@ class SessionClient:
             priority=priority,
             output_token_ids=array("i", output_token_ids).tobytes(),
         )
+        if age_s is not None:
+            submit.age.FromNanoseconds(round(age_s * 1e9))
         if timeout_s is not None:
             submit.timeout.FromNanoseconds(round(timeout_s * 1e9))
         self.send(session_service_pb2.AttachRequest(submits=[submit]))
@@ -213,6 +233,10 @@ class SessionClient:
             self._expect(stream.accepted is None and not stream.is_over, f"refused {refused.handle} out of turn")
             stream.refused = refused.failure
         self._take_tokens(frame)
+        for said in frame.usage_changed:
+            stream = self._touch(said.handle)
+            self._expect(stream.accepted is not None and not stream.is_over, f"usage of {said.handle} out of turn")
+            stream.usage = said.usage
         for ended in frame.ended:
             stream = self._touch(ended.handle)
             self._expect(stream.accepted is not None and not stream.is_over, f"ended {ended.handle} out of turn")

@@ -150,6 +150,7 @@ class SessionDouble(session_service_pb2_grpc.SessionServiceServicer):
         self.has_worker = True
         self.files = dict(BYTE_TOKENIZER if files is None else files)
         self.features: Any = features
+        self.term = 0
         self.revision = revision
         self.play: Callable[[session_service_pb2.Submit], Frames] | None = None
         self.answers_cancels = True
@@ -258,6 +259,7 @@ class SessionDouble(session_service_pb2_grpc.SessionServiceServicer):
                 scheduler_incarnation=incarnation,
                 protocol_revision=self.revision,
                 features=self.features,
+                term=self.term,
             )
             yield session_service_pb2.AttachResponse(attached=attached)
             self._attached.set()

@@ -33,7 +33,7 @@ class _SessionFeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Sessio
     SESSION_FEATURE_PRIORITY: _SessionFeature.ValueType  # 1
     """Submit.priority may differ from 0."""
     SESSION_FEATURE_RESUBMIT: _SessionFeature.ValueType  # 2
-    """A request that had begun on another stream may be submitted again with Submit.output_token_ids."""
+    """A request that was accepted on another stream may be submitted again, with Submit.age."""
 
 class SessionFeature(_SessionFeature, metaclass=_SessionFeatureEnumTypeWrapper):
     """What a scheduler can do beyond the messages that every scheduler of its revision takes. Numbers that a front end does not
@@ -44,7 +44,7 @@ SESSION_FEATURE_UNSPECIFIED: SessionFeature.ValueType  # 0
 SESSION_FEATURE_PRIORITY: SessionFeature.ValueType  # 1
 """Submit.priority may differ from 0."""
 SESSION_FEATURE_RESUBMIT: SessionFeature.ValueType  # 2
-"""A request that had begun on another stream may be submitted again with Submit.output_token_ids."""
+"""A request that was accepted on another stream may be submitted again, with Submit.age."""
 Global___SessionFeature: _TypeAlias = SessionFeature  # noqa: Y015
 
 class _CancelReason:
@@ -89,8 +89,13 @@ class AttachRequest(_message.Message):
     CANCELS_FIELD_NUMBER: _builtins.int
     TEXT_ENDED_FIELD_NUMBER: _builtins.int
     NUM_LIVE_STREAMS_FIELD_NUMBER: _builtins.int
+    RESUBMITS_DONE_FIELD_NUMBER: _builtins.int
     num_live_streams: _builtins.int
     """Client streams now open at this front end (for GetStatus); sent with every frame and at least once a second."""
+    resubmits_done: _builtins.bool
+    """Every live request of an earlier stream of this front end has been submitted again, with this frame or before it. A
+    scheduler that has just started takes no new request before all front ends have said so, for at most 2 s.
+    """
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -107,10 +112,11 @@ class AttachRequest(_message.Message):
         cancels: _abc.Iterable[Global___Cancel] | None = ...,
         text_ended: _abc.Iterable[Global___TextEnded] | None = ...,
         num_live_streams: _builtins.int = ...,
+        resubmits_done: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancels", b"cancels", "hello", b"hello", "num_live_streams", b"num_live_streams", "submits", b"submits", "text_ended", b"text_ended"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancels", b"cancels", "hello", b"hello", "num_live_streams", b"num_live_streams", "resubmits_done", b"resubmits_done", "submits", b"submits", "text_ended", b"text_ended"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -130,7 +136,9 @@ class Hello(_message.Message):
     protocol_revision: _builtins.int
     """Revision of these messages that the front end speaks; see Attached.protocol_revision."""
     front_end_incarnation: _builtins.int
-    """Random, drawn at the front end's start. With attach_seq it says which of two streams of one front end is the newer one."""
+    """Random, drawn at the front end's start. With attach_seq it says which of two streams of one front end is the newer one:
+    that one supersedes the other, whose requests end first. 0: not given.
+    """
     attach_seq: _builtins.int
     """Counts the attaches of one incarnation, from 1."""
     @_builtins.property
@@ -158,7 +166,14 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class Submit(_message.Message):
-    """A new request. Answered by exactly one of accepted or refused."""
+    """A new request, or one that was accepted on an earlier stream of this front end and has not ended. Answered by exactly one
+    of accepted or refused.
+
+    The second kind has `age`. It has the sampling parameters of before, its seed among them, and max_tokens as it was
+    accepted. The scheduler applies the stop rules to its outputs and ends it at once where they say so. It is refused only
+    for what no model served now can run, or when its id is live: no limit of the queue or of the pools applies, and no
+    drain. Where no worker has joined yet, it waits.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -180,9 +195,7 @@ class Submit(_message.Message):
     priority: _builtins.int
     cache_salt: _builtins.str
     output_token_ids: _builtins.bytes
-    """Output ids that the front end has received on an earlier stream, as little-endian int32; empty for a new request. Needs
-    SESSION_FEATURE_RESUBMIT; without it the request is refused INVALID_ARGUMENT / FEATURE_NOT_SUPPORTED.
-    """
+    """All output ids that the front end has received on earlier streams, as little-endian int32. With age only."""
     @_builtins.property
     def sampling(self) -> _sampling_pb2.ResolvedSampling: ...
     @_builtins.property
@@ -191,8 +204,8 @@ class Submit(_message.Message):
 
     @_builtins.property
     def age(self) -> _duration_pb2.Duration:
-        """Time since the client's request was first accepted; it gives the request its place in the queue. With output_token_ids
-        only.
+        """Set exactly when the request was accepted on an earlier stream: the time since it was first submitted, which gives it
+        its place in the queue. Needs SESSION_FEATURE_RESUBMIT.
         """
 
     def __init__(
@@ -271,8 +284,8 @@ Global___TextEnded: _TypeAlias = TextEnded  # noqa: Y015
 
 @_typing.final
 class AttachResponse(_message.Message):
-    """One frame down. Order of meaning: attached, accepted and refused, tokens, ended. A handle is free for reuse after
-    refused or ended.
+    """One frame down. Order of meaning: attached, accepted and refused, tokens, usage_changed, ended. A handle is free for
+    reuse after refused or ended.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -285,6 +298,7 @@ class AttachResponse(_message.Message):
     MODEL_CHANGED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     READINESS_FIELD_NUMBER: _builtins.int
+    USAGE_CHANGED_FIELD_NUMBER: _builtins.int
     draining: _builtins.bool
     """New submits will be refused UNAVAILABLE / DRAINING; accepted ones go on."""
     @_builtins.property
@@ -309,6 +323,12 @@ class AttachResponse(_message.Message):
         end's own readiness; whether a request waits or is refused is still the scheduler's decision.
         """
 
+    @_builtins.property
+    def usage_changed(self) -> _containers.RepeatedCompositeFieldContainer[Global___UsageChanged]:
+        """What requests have cost so far on this stream: at every admission and preemption, and when what was lost has been
+        computed again.
+        """
+
     def __init__(
         self,
         *,
@@ -320,14 +340,38 @@ class AttachResponse(_message.Message):
         model_changed: Global___ModelChanged | None = ...,
         draining: _builtins.bool = ...,
         readiness: Global___ReadinessChanged | None = ...,
+        usage_changed: _abc.Iterable[Global___UsageChanged] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "model_changed", b"model_changed", "readiness", b"readiness", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "attached", b"attached", "draining", b"draining", "ended", b"ended", "model_changed", b"model_changed", "readiness", b"readiness", "refused", b"refused", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "attached", b"attached", "draining", b"draining", "ended", b"ended", "model_changed", b"model_changed", "readiness", b"readiness", "refused", b"refused", "tokens", b"tokens", "usage_changed", b"usage_changed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
+
+@_typing.final
+class UsageChanged(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    @_builtins.property
+    def usage(self) -> _usage_pb2.Usage: ...
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        usage: _usage_pb2.Usage | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UsageChanged: _TypeAlias = UsageChanged  # noqa: Y015
 
 @_typing.final
 class ReadinessChanged(_message.Message):
@@ -368,7 +412,9 @@ class Attached(_message.Message):
     every peer of a later one.
     """
     term: _builtins.int
-    """Orders schedulers of one deployment; see Open.term in worker_service.proto. 0: not given."""
+    """Orders schedulers of one deployment; see Open.term in worker_service.proto. A front end leaves a scheduler whose term is
+    lower than that of another one whose stream is open or ended less than 10 s ago. 0: not given.
+    """
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[Global___SessionFeature.ValueType]:
         """What this scheduler can do. Numbers that a front end does not know are ignored."""

@@ -64,10 +64,12 @@ class SessionServiceServicer:
 
     def Attach(self, request_iterator, context):
         """One multiplexed stream per front end, open as long as the front end lives. The first frame up must carry hello, the
-        first frame down carries attached. Loss of the stream, in either direction, aborts every request submitted on it; the
-        front end ends its clients' calls UNAVAILABLE and attaches again. A frame that breaks the rules below ends the
-        stream INVALID_ARGUMENT / PROTOCOL_VIOLATION; no frame for 10 s DEADLINE_EXCEEDED / FRONT_END_SILENT; too much unread
-        RESOURCE_EXHAUSTED / SLOW_READER; a scheduler that has drained UNAVAILABLE / DRAINING.
+        first frame down carries attached. Loss of the stream, in either direction, ends every request submitted on it at the
+        scheduler. The front end keeps its clients' calls, attaches again, to this scheduler or the next one, and submits its
+        live requests again (Submit.age). A frame that breaks the rules below ends the stream INVALID_ARGUMENT /
+        PROTOCOL_VIOLATION; no frame for 10 s DEADLINE_EXCEEDED / FRONT_END_SILENT; too much unread RESOURCE_EXHAUSTED /
+        SLOW_READER; a scheduler that has drained, or whose drain deadline has passed, UNAVAILABLE / DRAINING; a newer stream
+        of the same front end ABORTED / SUPERSEDED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

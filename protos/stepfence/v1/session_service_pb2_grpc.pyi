@@ -39,10 +39,12 @@ class SessionServiceStub:
     def __new__(cls, channel: _aio.Channel) -> SessionServiceAsyncStub: ...
     Attach: _grpc.StreamStreamMultiCallable[_session_service_pb2.AttachRequest, _session_service_pb2.AttachResponse]
     """One multiplexed stream per front end, open as long as the front end lives. The first frame up must carry hello, the
-    first frame down carries attached. Loss of the stream, in either direction, aborts every request submitted on it; the
-    front end ends its clients' calls UNAVAILABLE and attaches again. A frame that breaks the rules below ends the
-    stream INVALID_ARGUMENT / PROTOCOL_VIOLATION; no frame for 10 s DEADLINE_EXCEEDED / FRONT_END_SILENT; too much unread
-    RESOURCE_EXHAUSTED / SLOW_READER; a scheduler that has drained UNAVAILABLE / DRAINING.
+    first frame down carries attached. Loss of the stream, in either direction, ends every request submitted on it at the
+    scheduler. The front end keeps its clients' calls, attaches again, to this scheduler or the next one, and submits its
+    live requests again (Submit.age). A frame that breaks the rules below ends the stream INVALID_ARGUMENT /
+    PROTOCOL_VIOLATION; no frame for 10 s DEADLINE_EXCEEDED / FRONT_END_SILENT; too much unread RESOURCE_EXHAUSTED /
+    SLOW_READER; a scheduler that has drained, or whose drain deadline has passed, UNAVAILABLE / DRAINING; a newer stream
+    of the same front end ABORTED / SUPERSEDED.
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_session_service_pb2.SessionServiceGetModelRequest, _session_service_pb2.SessionServiceGetModelResponse]
     """The served model. UNAVAILABLE / NO_WORKER until a worker has joined once."""
@@ -62,10 +64,12 @@ class SessionServiceAsyncStub(SessionServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Attach: _aio.StreamStreamMultiCallable[_session_service_pb2.AttachRequest, _session_service_pb2.AttachResponse]  # type: ignore[assignment]
     """One multiplexed stream per front end, open as long as the front end lives. The first frame up must carry hello, the
-    first frame down carries attached. Loss of the stream, in either direction, aborts every request submitted on it; the
-    front end ends its clients' calls UNAVAILABLE and attaches again. A frame that breaks the rules below ends the
-    stream INVALID_ARGUMENT / PROTOCOL_VIOLATION; no frame for 10 s DEADLINE_EXCEEDED / FRONT_END_SILENT; too much unread
-    RESOURCE_EXHAUSTED / SLOW_READER; a scheduler that has drained UNAVAILABLE / DRAINING.
+    first frame down carries attached. Loss of the stream, in either direction, ends every request submitted on it at the
+    scheduler. The front end keeps its clients' calls, attaches again, to this scheduler or the next one, and submits its
+    live requests again (Submit.age). A frame that breaks the rules below ends the stream INVALID_ARGUMENT /
+    PROTOCOL_VIOLATION; no frame for 10 s DEADLINE_EXCEEDED / FRONT_END_SILENT; too much unread RESOURCE_EXHAUSTED /
+    SLOW_READER; a scheduler that has drained, or whose drain deadline has passed, UNAVAILABLE / DRAINING; a newer stream
+    of the same front end ABORTED / SUPERSEDED.
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_session_service_pb2.SessionServiceGetModelRequest, _session_service_pb2.SessionServiceGetModelResponse]  # type: ignore[assignment]
     """The served model. UNAVAILABLE / NO_WORKER until a worker has joined once."""
@@ -88,10 +92,12 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_session_service_pb2.AttachResponse], _abc.AsyncIterator[_session_service_pb2.AttachResponse]]:
         """One multiplexed stream per front end, open as long as the front end lives. The first frame up must carry hello, the
-        first frame down carries attached. Loss of the stream, in either direction, aborts every request submitted on it; the
-        front end ends its clients' calls UNAVAILABLE and attaches again. A frame that breaks the rules below ends the
-        stream INVALID_ARGUMENT / PROTOCOL_VIOLATION; no frame for 10 s DEADLINE_EXCEEDED / FRONT_END_SILENT; too much unread
-        RESOURCE_EXHAUSTED / SLOW_READER; a scheduler that has drained UNAVAILABLE / DRAINING.
+        first frame down carries attached. Loss of the stream, in either direction, ends every request submitted on it at the
+        scheduler. The front end keeps its clients' calls, attaches again, to this scheduler or the next one, and submits its
+        live requests again (Submit.age). A frame that breaks the rules below ends the stream INVALID_ARGUMENT /
+        PROTOCOL_VIOLATION; no frame for 10 s DEADLINE_EXCEEDED / FRONT_END_SILENT; too much unread RESOURCE_EXHAUSTED /
+        SLOW_READER; a scheduler that has drained, or whose drain deadline has passed, UNAVAILABLE / DRAINING; a newer stream
+        of the same front end ABORTED / SUPERSEDED.
         """
 
     @_abc_1.abstractmethod

@@ -187,8 +187,9 @@ class Open(_message.Message):
     max_inflight_steps: _builtins.int
     """Most steps with tokens sent and not yet acknowledged. Steps that only carry ids may queue beside them."""
     term: _builtins.int
-    """Orders schedulers of one deployment: the start time in milliseconds, then random bits. 0: not given. Workers do not look
-    at it yet.
+    """Orders schedulers of one deployment: the start time in milliseconds since 1970 in the upper 42 bits, then 22 random
+    bits. A worker refuses a term that is lower than that of another open whose stream is open or ended less than 10 s ago,
+    FAILED_PRECONDITION / NEWER_SCHEDULER; what is held stays as it is. 0: not given, never refused for it.
     """
     @_builtins.property
     def required_features(self) -> _containers.RepeatedScalarFieldContainer[Global___WorkerFeature.ValueType]:

@@ -11,7 +11,7 @@ from scheduler_svc.core.request import Request, Run
 
 
 class FcfsLane:
-    """Order of entering; time of arrival plays no part."""
+    """Order of entering; the time of arrival plays a part only for requests that were submitted again."""
 
     def __init__(self) -> None:
         self._requests: OrderedDict[int, Request] = OrderedDict()
@@ -24,6 +24,16 @@ class FcfsLane:
 
     def append(self, request: Request) -> None:
         self._requests[request.sequence] = request
+
+    def insert(self, request: Request) -> None:
+        later: list[int] = []
+        for sequence, other in reversed(self._requests.items()):
+            if other.arrival <= request.arrival:
+                break
+            later.append(sequence)
+        self._requests[request.sequence] = request
+        for sequence in reversed(later):
+            self._requests.move_to_end(sequence)
 
     def put_back(self, requests: Iterable[Request]) -> None:
         for request in reversed(list(requests)):

@@ -33,6 +33,9 @@ class PriorityLane:
         heappush(self._heap, entry)
         self._num_live += 1
 
+    def insert(self, request: Request) -> None:
+        self.append(request)
+
     def put_back(self, requests: Iterable[Request]) -> None:
         for request in requests:
             self.append(request)

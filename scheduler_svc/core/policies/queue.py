@@ -12,11 +12,13 @@ from scheduler_svc.core.request import Request, Status
 
 
 class Lane(Protocol):
-    """A queue of requests. `put_back` takes requests in the order in which they shall be served."""
+    """A queue of requests. `insert` puts one before those at the end that arrived later. `put_back` takes requests in
+    the order in which they shall be served."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Request]: ...
     def append(self, request: Request) -> None: ...
+    def insert(self, request: Request) -> None: ...
     def put_back(self, requests: Iterable[Request]) -> None: ...
     def head(self) -> Request | None: ...
     def remove(self, request: Request) -> None: ...
@@ -47,6 +49,11 @@ class WaitingQueue:
         """A new request, at the end (of its priority); a blocked one starts in the skipped lane."""
         self._entering(request, skipped=request.status is Status.BLOCKED)
         (self.skipped if request.ticket.skipped else self.waiting).append(request)
+
+    def insert(self, request: Request) -> None:
+        """A request that was submitted again, at the place that its time of arrival gives it."""
+        self._entering(request, skipped=request.status is Status.BLOCKED)
+        (self.skipped if request.ticket.skipped else self.waiting).insert(request)
 
     def prepend(self, request: Request) -> None:
         """A preempted request, at the front of the waiting lane (of its place, under priority)."""

@@ -218,45 +218,13 @@ async def test_what_was_held_back_is_not_delivered_when_the_request_fails() -> N
         assert text == "ab"
 
 
-@pytest.mark.parametrize("unary", [False, True])
-@pytest.mark.parametrize("how", ["stream dropped", "scheduler gone"])
-async def test_the_loss_of_the_scheduler_ends_every_call_with_what_it_cost(how: str, unary: bool) -> None:
-    async with served() as under_test:
-        double = under_test.double
-        calls = [
-            under_test.stub.Complete(complete(text_request("four")), timeout=30)
-            if unary
-            else under_test.stub.Generate(text_request("four"), timeout=30)
-            for _ in range(3)
-        ]
-        requests = [await double.next_request() for _ in calls]
-        for request in requests[:2]:
-            request.accept()
-            request.send_tokens(b"abc")
-        if not unary:
-            for call in calls[:2]:
-                assert (await call.read()).WhichOneof("event") == "accepted"
-                assert (await call.read()).delta.text == "abc"
-        else:
-            marker = under_test.stub.Generate(text_request(), timeout=30)
-            (await double.next_request()).accept()
-            await marker.read()
-        if how == "stream dropped":
-            double.drop_stream()
-        else:
-            await double.stop()
-        accepted, _, waiting = [await refusal(call) for call in calls]
-        assert (accepted.code, accepted.reason) == ("UNAVAILABLE", "SCHEDULER_UNAVAILABLE")
-        assert accepted.usage is not None
-        assert (accepted.usage.num_prompt_tokens, accepted.usage.num_completion_tokens) == (4, 3)
-        assert (waiting.code, waiting.reason, waiting.usage) == ("UNAVAILABLE", "SCHEDULER_UNAVAILABLE", None)
-
-
 async def test_a_scheduler_that_comes_back_is_found_again() -> None:
     double = SessionDouble()
     double.play = lambda submit: [b"ok"]
-    async with served(double) as under_test:
+    async with served(double, scheduler_grace_s=0.2) as under_test:
+        session = under_test.process.front_end._session
         await double.stop()
+        await until(lambda: not session.attached and session._paused_since is None)
         await under_test.until_health(2)
         for call in (
             under_test.stub.Complete(complete(text_request()), timeout=30),

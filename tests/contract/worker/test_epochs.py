@@ -99,6 +99,29 @@ async def test_rule_7_another_scheduler_begins_afresh_whatever_its_epoch(
         assert result.num_rows_held == 0 and not result.sampled_token_ids
 
 
+async def test_d57_an_older_scheduler_is_refused_while_a_newer_one_has_the_worker(
+    worker: Target, scheduler: SchedulerDouble
+) -> None:
+    session, book = await worker.open(scheduler, term=20), Book()
+    await _begin(worker, session, book)
+    async with SchedulerDouble(worker.address) as older:
+        ended = await (await older.try_open(worker.open_message(older, term=10))).ended()
+        assert (ended.code, ended.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "NEWER_SCHEDULER")
+        # What is held stays as it is.
+        assert len(ids_of((await session.run(book.step({0: 1}))).sampled_token_ids)) == 1
+        session.cut()
+        # And for a while after the end of its stream, so that it can come back.
+        ended = await (await older.try_open(worker.open_message(older, term=10))).ended()
+        assert ended.reason == "NEWER_SCHEDULER"
+    again = await worker.open(scheduler, term=20)
+    assert again.opened.executed_step_seq == book.step_seq
+    async with SchedulerDouble(worker.address) as newer, SchedulerDouble(worker.address) as silent:
+        assert (await worker.open(newer, term=21)).opened.executed_step_seq == 0
+        assert (await again.ended()).code is grpc.StatusCode.ABORTED
+        # One that gives no term is never refused for it.
+        await worker.open(silent, term=0)
+
+
 async def test_rule_7_an_epoch_keeps_its_geometry(worker: Target, scheduler: SchedulerDouble) -> None:
     await worker.open(scheduler)
     ended = await (await scheduler.try_open(worker.open_message(scheduler, num_rows=5))).ended()

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from scheduler_svc.frontend.calls import CancelReason, Ended, ResolvedSampling, Submission
 from scheduler_svc.frontend.errors import Failure, RequestError, SessionLost
 from scheduler_svc.frontend.limits import Limits
-from scheduler_svc.frontend.session_client import Outbox, SessionClient
+from scheduler_svc.frontend.outbox import Outbox
+from scheduler_svc.frontend.session_client import SessionClient
 from scheduler_svc.frontend.text import ByteTokenizer, Tokenizer
+from scheduler_svc.frontend.usage import Usage
 from stepfence.v1 import model_pb2, session_service_pb2
 from stepfence.v1.session_service_pb2 import AttachRequest, AttachResponse
 from tests.support.virtual_time import run_virtually as run
@@ -54,7 +56,8 @@ class MemoryStream:
         self.down.put_nowait(None)
 
 
-ATTACHED = session_service_pb2.Attached(protocol_revision=2, features=[session_service_pb2.SESSION_FEATURE_PRIORITY])
+FEATURES = [session_service_pb2.SESSION_FEATURE_PRIORITY, session_service_pb2.SESSION_FEATURE_RESUBMIT]
+ATTACHED = session_service_pb2.Attached(protocol_revision=2, features=FEATURES)
 
 
 class MemoryTransport:
@@ -65,6 +68,7 @@ class MemoryTransport:
         self.attempts: list[float] = []
         self.streams: list[MemoryStream] = []
         self.num_joined_after = 0
+        self.attached = ATTACHED
 
     def attach(self) -> MemoryStream:
         self.attempts.append(asyncio.get_running_loop().time())
@@ -73,7 +77,7 @@ class MemoryTransport:
         if len(self.attempts) <= self.refusals:
             stream.close()
         else:
-            stream.down.put_nowait(AttachResponse(attached=ATTACHED))
+            stream.down.put_nowait(AttachResponse(attached=self.attached))
         return stream
 
     async def get_model(self) -> model_pb2.ModelInfo | None:
@@ -89,6 +93,7 @@ class MemoryTransport:
 class Sink:
     def __init__(self) -> None:
         self.heard: list[str] = []
+        self.usage: Usage | None = None
 
     def accepted(self, max_tokens: int) -> None:
         self.heard.append("accepted")
@@ -100,10 +105,8 @@ class Sink:
         self.heard.append(f"refused {failure.reason}")
 
     def ended(self, ended: Ended) -> None:
-        self.heard.append("ended")
-
-    def lost(self) -> None:
-        self.heard.append("lost")
+        self.heard.append("ended" if ended.failure is None else f"ended {ended.failure.reason}")
+        self.usage = ended.usage
 
 
 async def _load(files: Mapping[str, bytes]) -> Tokenizer:
@@ -112,6 +115,10 @@ async def _load(files: Mapping[str, bytes]) -> Tokenizer:
 
 def client(transport: MemoryTransport, limits: Limits | None = None) -> SessionClient:
     return SessionClient(transport, _load, front_end_id="fe", rng=random.Random(1), limits=limits)
+
+
+def submits(stream: MemoryStream) -> list[session_service_pb2.Submit]:
+    return [submit for _, frame in stream.sent for submit in frame.submits]
 
 
 async def until_ready(session: SessionClient) -> None:
@@ -255,14 +262,19 @@ def test_every_request_hears_exactly_one_end() -> None:
         assert session.num_handles == 1
         transport.streams[0].close()
         await asyncio.sleep(0.01)
-        assert [sink.heard for sink in sinks] == [["accepted", "ended"], ["refused QUEUE_FULL"], ["lost"], []]
+        assert [sink.heard for sink in sinks] == [["accepted", "ended"], ["refused QUEUE_FULL"], [], []]
+        await asyncio.sleep(31)
+        assert session.num_handles == 1
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert sinks[2].heard == ["refused SCHEDULER_UNAVAILABLE"]
         assert session.num_handles == 0
         running.cancel()
 
     run(scenario())
 
 
-def test_what_was_not_sent_before_the_loss_is_not_sent_after_it() -> None:
+def test_what_was_cancelled_before_the_loss_is_not_sent_after_it() -> None:
     async def scenario() -> None:
         transport = MemoryTransport()
         session = client(transport)
@@ -276,11 +288,10 @@ def test_what_was_not_sent_before_the_loss_is_not_sent_after_it() -> None:
         session.submit(submission("waiting"), sinks[1])
         transport.streams[0].close()
         await asyncio.sleep(3)
-        assert [sink.heard for sink in sinks] == [["lost"], ["lost"]]
+        assert [sink.heard for sink in sinks] == [["refused ABORTED"], []]
         assert session.not_ready_cause is None
-        assert len(transport.streams[1].sent) >= 2
-        for _, frame in transport.streams[1].sent:
-            assert not (frame.submits or frame.cancels or frame.text_ended)
+        assert [submit.request_id for submit in submits(transport.streams[1])] == ["waiting"]
+        assert not any(frame.cancels or frame.text_ended for _, frame in transport.streams[1].sent)
         running.cancel()
 
     run(scenario())
@@ -296,7 +307,7 @@ def test_stopping_ends_what_is_live() -> None:
         session.submit(submission("r"), sink)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        assert sink.heard == ["lost"]
+        assert sink.heard == ["refused SCHEDULER_UNAVAILABLE"]
         assert transport.streams[0].closed
 
     run(scenario())
