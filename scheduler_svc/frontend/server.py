@@ -24,6 +24,7 @@ from scheduler_svc import logs
 from scheduler_svc.config import FrontendSettings, read_secret
 from scheduler_svc.frontend.api import GenerationServicer
 from scheduler_svc.frontend.engine import FrontEnd
+from scheduler_svc.frontend.gate import CallGate
 from scheduler_svc.frontend.limits import Limits
 from scheduler_svc.frontend.session_client import SessionClient
 from scheduler_svc.frontend.session_transport import GrpcTransport
@@ -134,7 +135,12 @@ class FrontEndProcess:
             # Complete has its GenerateRequest in the field `request`.
             budget=MessageBudget(envelopes=frozenset({"request"})),
         )
-        servicer = GenerationServicer(self.front_end, self._secret)
+        gate = CallGate(
+            max_calls=self._settings.max_calls,
+            max_calls_per_peer=self._settings.max_calls_per_peer,
+            gateways=self._settings.gateway,
+        )
+        servicer = GenerationServicer(self.front_end, self._secret, gate)
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
         checks = HealthServicer()
         checks.set(SERVICE, is_serving=False)

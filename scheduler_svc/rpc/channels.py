@@ -25,6 +25,7 @@ Options = tuple[tuple[str, int], ...]
 
 MAX_MESSAGE_BYTES: Final = 16 << 20
 
+_MAX_PENDING: Final = 1_000_000
 _RECEIVE_LIMIT: Final = "grpc.max_receive_message_length"
 
 SERVER_OPTIONS: Final[Options] = (
@@ -32,6 +33,12 @@ SERVER_OPTIONS: Final[Options] = (
     ("grpc.so_reuseport", 0),
     (_RECEIVE_LIMIT, MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),
+    # Calls that have come and that no handler has taken up yet. From 1,000 of them on gRPC drops calls by chance, and
+    # all from 3,000 on, also those that wait for longer than 30 s, CANCELLED without a reason. Handlers refuse what is
+    # too much with a reason, so none is dropped before.
+    ("grpc.server.max_pending_requests", _MAX_PENDING),
+    ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
+    ("grpc.server_max_unrequested_time_in_server", 3_600),
     # Clients may ping while their call is silent, as often as they like.
     ("grpc.http2.min_ping_interval_without_data_ms", 100),
     ("grpc.http2.max_ping_strikes", 0),

@@ -62,7 +62,9 @@ def test_flags_become_settings_and_the_services_exit_code_is_the_commands(monkey
 def test_every_setting_survives_the_way_over_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = SchedulerSettings(worker=("a:1", "b:2"), max_preemptions=None, metrics_listen=None, watermark=0.5)
     assert _capture(monkeypatch, "scheduler", *as_flags(scheduler)) == (7, [scheduler])
-    frontend = FrontendSettings(listen="127.0.0.1:0", max_prompt_bytes=5)
+    frontend = FrontendSettings(
+        listen="127.0.0.1:0", max_prompt_bytes=5, max_calls_per_peer=None, gateway=("10.0.0.0/8", "2001:db8::1")
+    )
     assert _capture(monkeypatch, "frontend", *as_flags(frontend)) == (7, [frontend])
 
 
@@ -200,6 +202,7 @@ def test_help_names_what_kind_of_value_a_flag_takes(
         "SHARE": {"--watermark", "--gpu-memory-utilization"},
         "FILE": {"--config", "--record", "--cluster-secret-file"},
         "JSON": {"--script"},
+        "ADDRESS": {"--gateway"},
         "BYTES": {"--max-prompt-bytes", "--kv-memory"},
         "NAME": {"--model", "--runner", "--device", "--dtype", "--policy", "--log-format"},
         "HOST:PORT": {"--listen", "--scheduler-listen", "--worker-listen", "--metrics-listen"},
