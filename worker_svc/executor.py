@@ -197,7 +197,7 @@ class Executor:
             extra={"epoch": step.epoch, "step_seq": step.step_seq, "kind": kind.value},
         )
         # At once, so that later steps already staged are not executed (rule 8).
-        epoch.end(f"step {step.step_seq} failed")
+        epoch.fail(step.step_seq)
         answer = StepAnswer(
             epoch=step.epoch,
             step_seq=step.step_seq,
