@@ -53,7 +53,7 @@ def _config(*arguments: str, **settings: str) -> Any:
 
 def test_only_the_gpu_profile_asks_for_gpus() -> None:
     plain, gpu = _config(), _config("--profile", "gpu")
-    assert set(plain["services"]) == {"secret", "scheduler", "frontend", "worker"}
+    assert set(plain["services"]) == {"secret", "model", "scheduler", "frontend", "worker"}
     asks = {name for name, service in gpu["services"].items() if "reservations" in str(service.get("deploy"))}
     assert asks == {"worker-gpu"}
     (device,) = gpu["services"]["worker-gpu"]["deploy"]["resources"]["reservations"]["devices"]
@@ -151,6 +151,16 @@ def test_one_port_is_published_and_on_loopback_only(stack: Stack) -> None:
     assert networks == {f"{PROJECT}_inside"}
     (inside,) = json.loads(docker("network", "inspect", *networks).stdout)
     assert inside["Internal"]
+
+
+def test_f125_a_worker_reaches_the_scheduler_and_nothing_of_the_world(stack: Stack) -> None:
+    for service in ("worker", "scheduler"):
+        assert set(stack.container(service).facts["NetworkSettings"]["Networks"]) == {f"{PROJECT}_inside"}
+        # No route leads out, so that this needs no host that answers.
+        routes = stack.execute(service, "cat", "/proc/net/route").stdout.splitlines()[1:]
+        assert routes and "00000000" not in [line.split()[1] for line in routes]
+    (fetched,) = stack.containers("model")
+    assert fetched.exit_code == 0 and not fetched.is_running
 
 
 def test_the_image_has_no_torch_no_pip_and_the_pinned_versions(stack: Stack) -> None:

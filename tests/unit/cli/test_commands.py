@@ -288,7 +288,20 @@ def test_the_worker_and_fetch_model_explain_themselves() -> None:
     assert _run("fetch-model", "--help").returncode == 0
     unknown = _run("fetch-model", "no-such-model")
     assert (unknown.returncode, unknown.stdout) == (2, "")
-    assert unknown.stderr == "stepfence fetch-model: unknown model 'no-such-model'; known: smollm2\n"
+    assert unknown.stderr == (
+        "stepfence fetch-model: unknown model 'no-such-model', and no such path; known: smollm2\n"
+    )
+
+
+def test_f125_fetch_model_takes_the_model_of_the_environment_and_leaves_paths_alone(tmp_path: Path) -> None:
+    """As the service of the compose file calls it."""
+    model = tmp_path / "model.gguf"
+    model.touch()
+    found = _run("fetch-model", environment={"STEPFENCE_MODEL": str(model)})
+    assert (found.returncode, found.stdout, found.stderr) == (0, f"{model}\n", "")
+    unknown = _run("fetch-model", environment={"STEPFENCE_MODEL": "gpt-17"})
+    assert unknown.returncode == 2 and "'gpt-17'" in unknown.stderr
+    assert "smollm2]" in " ".join(_run("fetch-model", "--help").stdout.split())
 
 
 def test_the_workers_help_and_errors_speak_of_the_command_that_was_called() -> None:
