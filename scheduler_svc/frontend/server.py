@@ -29,7 +29,7 @@ from scheduler_svc.frontend.limits import Limits
 from scheduler_svc.frontend.session_client import SessionClient
 from scheduler_svc.frontend.session_transport import GrpcTransport
 from scheduler_svc.frontend.text import Tokenizer, load_tokenizer
-from scheduler_svc.rpc import channels
+from scheduler_svc.rpc import channels, descriptors
 from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from scheduler_svc.rpc.health import HealthServicer
 from scheduler_svc.rpc.message_budget import MessageBudget
@@ -56,6 +56,7 @@ def run(settings: FrontendSettings) -> int:
     """Serve until a signal; the exit code. Logs to stderr."""
     logs.configure(settings.log_format)
     secret = read_secret(settings.cluster_secret_file)
+    descriptors.raise_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(FrontEndProcess(settings, secret=secret).serve(signals=True))
 
@@ -133,6 +134,7 @@ class FrontEndProcess:
     def _build_server(self) -> tuple[grpc.aio.Server, HealthServicer]:
         """Raises OSError when the address cannot be listened on."""
         server = channels.server(
+            self._settings.listen,
             max_message_bytes=self._limits.max_message_bytes,
             # Complete has its GenerateRequest in the field `request`.
             budget=MessageBudget(envelopes=frozenset({"request"})),
