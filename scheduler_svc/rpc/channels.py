@@ -125,8 +125,9 @@ def server(
     budget: MessageBudget | None = None,
 ) -> grpc.aio.Server:
     """An asyncio server for HOST:PORT (`listen` binds it). It closes new connections when it has as many as descriptors
-    allow. Calls of the `guarded` services (full names) must carry `secret`, when there is one. Messages have at most `max_message_bytes`, on the wire and again when they are decompressed, and are decoded within the
-    `budget` (None: the usual one)."""
+    allow. Calls of the `guarded` services (full names) must carry `secret`, when there is one. Messages have at most
+    `max_message_bytes`, on the wire and again when they are decompressed, and are decoded within the `budget` (None:
+    the usual one)."""
     interceptors: list[grpc.aio.ServerInterceptor] = [MessageBudget() if budget is None else budget]  # type: ignore[type-arg]
     if secret is not None:
         interceptors.insert(0, _Guard(secret, guarded))
