@@ -153,12 +153,9 @@ def test_one_port_is_published_and_on_loopback_only(stack: Stack) -> None:
     assert inside["Internal"]
 
 
-def test_f125_a_worker_reaches_the_scheduler_and_nothing_of_the_world(stack: Stack) -> None:
+def test_f125_workers_are_on_the_inside_network_only(stack: Stack) -> None:
     for service in ("worker", "scheduler"):
         assert set(stack.container(service).facts["NetworkSettings"]["Networks"]) == {f"{PROJECT}_inside"}
-        # No route leads out, so that this needs no host that answers.
-        routes = stack.execute(service, "cat", "/proc/net/route").stdout.splitlines()[1:]
-        assert routes and "00000000" not in [line.split()[1] for line in routes]
     (fetched,) = stack.containers("model")
     assert fetched.exit_code == 0 and not fetched.is_running
 
