@@ -89,7 +89,7 @@ def server_options(listen: str = "127.0.0.1:0") -> tuple[tuple[str, int], ...]:
             ("grpc.keepalive_time_ms", 20_000),
             ("grpc.keepalive_timeout_ms", 10_000),
             ("grpc.max_concurrent_streams", 256),
-            # Connections beyond what descriptors allow are closed; so are those on which nobody speaks HTTP/2.
+            # Connections beyond what descriptors allow are closed; so are those that do not begin to speak HTTP/2.
             ("grpc.max_allowed_incoming_connections", descriptors.max_connections(listen)),
             ("grpc.server_handshake_timeout_ms", 20_000),
             # Calls that no handler has taken up yet: gRPC would cancel some of them, without a reason, beyond 1,000.

@@ -46,6 +46,8 @@ from scheduler_svc.rpc.cluster_secret import SecretError
 _LEAVE_S: Final = 0.5
 # How a scheduler ends that was drained: nothing was cut off, or something was.
 _DRAINED: Final = (0, 3)
+# Stands for the exit code of a part of which the system made no process.
+_NOT_STARTED: Final = 1
 _POLL_S: Final = 0.1
 _REPORT_S: Final = 5.0
 _WORKER_SETTINGS: Final = (
@@ -281,41 +283,46 @@ class _Up:
         restarts = Restarts()
         while not self._stop.is_set():
             born = time.monotonic()
-            if not await part.start():
+            end = await self._life_of(part, is_restart=restarts.count > 0)
+            if end is None:
                 return
-            code = await self._end_of(part, is_restart=restarts.count > 0)
-            if self._stop.is_set():
-                return
+            code, how = end
             if part is self._scheduler and code in _DRAINED:
                 self._say(f"the scheduler was drained (exit code {code}): ending everything")
                 self._exit_code = code
                 self._stop.set()
                 return
             if not self._ready_once and code in (1, 2):
-                self._say(f"the {part.name} could not start ({ending(code)})", "error")
+                self._say(f"the {part.name} could not start ({how})", "error")
                 self._fail(code)
                 return
             now = time.monotonic()
             pause = restarts.after_end(now, now - born)
             if pause is None:
                 often = f"{RESTARTS_IN_WINDOW + 1} times within {WINDOW_S:g} s"
-                self._say(f"the {part.name} ended {often} ({ending(code)}): ending everything", "error")
+                self._say(f"the {part.name} ended {often} ({how}): ending everything", "error")
                 self._fail(code)
                 return
-            self._say(f"the {part.name} ended ({ending(code)}): starting it again in {pause:g} s", "warning")
+            self._say(f"the {part.name} ended ({how}): starting it again in {pause:g} s", "warning")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), pause)
 
-    async def _end_of(self, part: Part, *, is_restart: bool) -> int:
-        """Wait for the end of the part; its exit code. Say when a part that was started again is ready."""
-        if not (is_restart and self._ready_once):
-            return await part.wait()
-        back = asyncio.create_task(self._say_when_back(part))
+    async def _life_of(self, part: Part, *, is_restart: bool) -> tuple[int, str] | None:
+        """Start the part and wait for its end: its exit code, and in words how it ended. None: `up` is ending. Of a
+        part that was started again, say when it is ready."""
         try:
-            return await part.wait()
+            if not await part.start():
+                return None
+        except OSError as error:
+            return _NOT_STARTED, f"no process could be made for it: {error.strerror or error}"
+        back = asyncio.create_task(self._say_when_back(part)) if is_restart and self._ready_once else None
+        try:
+            code = await part.wait()
         finally:
-            back.cancel()
-            await asyncio.gather(back, return_exceptions=True)
+            if back is not None:
+                back.cancel()
+                await asyncio.gather(back, return_exceptions=True)
+        return None if self._stop.is_set() else (code, ending(code))
 
     async def _say_when_back(self, part: Part) -> None:
         address, service = self._readiness[part.name]

@@ -41,7 +41,7 @@ SERVER_OPTIONS: Final[Options] = (
     ("grpc.server.max_pending_requests", _MAX_PENDING),
     ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
     ("grpc.server_max_unrequested_time_in_server", 3_600),
-    # A connection on which nobody speaks HTTP/2 is closed after so long.
+    # A connection that does not begin to speak HTTP/2 is closed after so long.
     ("grpc.server_handshake_timeout_ms", 20_000),
     # Clients may ping while their call is silent, as often as they like.
     ("grpc.http2.min_ping_interval_without_data_ms", 100),

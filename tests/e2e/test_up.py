@@ -387,8 +387,8 @@ def test_a_scheduler_started_again_keeps_the_recordings_before_it(up: Up, tmp_pa
         if index < 2:
             ended = process.output().count("the scheduler is ready again")
             os.kill(_part(process, "scheduler_svc scheduler"), signal.SIGKILL)
-            told = partial(_has_count, process, "the scheduler is ready again", ended + 1)
-            wait_until(told, "the scheduler is back")
+            is_back = partial(_has_count, process, "the scheduler is ready again", ended + 1)
+            wait_until(is_back, "the scheduler is back")
     process.signal(signal.SIGTERM)
     assert process.wait() == 0, process.tail()
     assert f"{record}.2" in process.output()
