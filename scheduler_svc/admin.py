@@ -53,6 +53,8 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
             ],
             num_preemptions=core.totals.num_preemptions,
             num_requeued_after_worker_loss=core.totals.num_requeued_after_worker_loss,
+            num_computed_tokens=core.totals.num_computed_tokens,
+            num_recomputed_tokens=core.totals.num_recomputed_tokens,
         )
 
     def _rank_status(self, client: RankClient) -> pb.RankStatus:

@@ -14,6 +14,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -87,7 +88,9 @@ _MAX_THREADS: Final = 1024
 _MAX_DRAFTS: Final = 64
 # What one message holds.
 _MAX_PROMPT_BYTES: Final = 16 << 20
+_MAX_CALLS: Final = 1_000_000
 
+Network = IPv4Network | IPv6Network
 LogFormat = Literal["auto", "json", "text"]
 
 
@@ -142,6 +145,13 @@ def _two_blocks(value: int | None) -> int | None:
     return value
 
 
+def _network(value: object) -> object:
+    try:
+        return ip_network(value, strict=False) if isinstance(value, str) else value
+    except ValueError:
+        raise ValueError("must be an IP address or a network, for example 10.0.0.1 or 10.0.0.0/8") from None
+
+
 def _split(value: object) -> object:
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
@@ -152,9 +162,11 @@ Address = Annotated[str, AfterValidator(_address)]
 WorkerAddresses = Annotated[
     tuple[Annotated[str, AfterValidator(_worker_address)], ...], NoDecode, BeforeValidator(_split)
 ]
+Gateways = Annotated[tuple[Annotated[Network, BeforeValidator(_network)], ...], NoDecode, BeforeValidator(_split)]
 Seconds = Annotated[float, Field(le=MAX_SECONDS, allow_inf_nan=False)]
 OptionalLength = Annotated[int | None, Field(ge=1, le=_MAX_LEN), BeforeValidator(_none)]
 OptionalThreads = Annotated[int | None, Field(ge=1, le=_MAX_THREADS), BeforeValidator(_none)]
+OptionalCalls = Annotated[int | None, Field(ge=1, le=_MAX_CALLS), BeforeValidator(_none)]
 OptionalLimit = Annotated[int | None, Field(ge=0), BeforeValidator(_none)]
 OptionalAddress = Annotated[Address | None, BeforeValidator(_none)]
 OptionalPath = Annotated[Path | None, BeforeValidator(_none)]
@@ -315,7 +327,28 @@ class SchedulerSettings(_Scheduling):
         return (("scheduler", {}),)
 
 
-class FrontendSettings(_Settings):
+class _Calls(_Settings):
+    """What the front end takes from clients; shared by `frontend` and `up`."""
+
+    max_prompt_bytes: int = Field(
+        1_048_576, ge=1, le=_MAX_PROMPT_BYTES, description="Longest prompt text in bytes of UTF-8, at most 16 MiB."
+    )
+    max_calls: int = Field(
+        4096, ge=1, le=_MAX_CALLS, description="Generate and Complete calls open at once; more are refused QUEUE_FULL."
+    )
+    max_calls_per_peer: OptionalCalls = Field(
+        512,
+        description="The same of one client address (of IPv6: of one /64); more are refused TOO_MANY_CALLS. none = as "
+        "many as max_calls.",
+    )
+    gateway: Gateways = Field(
+        (),
+        description="Address or network of clients that stand for many others, such as proxies and NAT: "
+        "max_calls_per_peer does not hold for them; repeatable.",
+    )
+
+
+class FrontendSettings(_Calls):
     """Settings of `stepfence frontend`."""
 
     listen: Address = Field("127.0.0.1:50051", description="HOST:PORT to listen on for clients.")
@@ -329,9 +362,6 @@ class FrontendSettings(_Settings):
     drain_deadline_s: Seconds = Field(
         30.0, ge=0, description="Seconds accepted requests may still take after a stop signal."
     )
-    max_prompt_bytes: int = Field(
-        1_048_576, ge=1, le=_MAX_PROMPT_BYTES, description="Longest prompt text in bytes of UTF-8, at most 16 MiB."
-    )
     log_format: LogFormat = Field("auto", description="auto (readable on a terminal, else JSON), json or text.")
 
     @classmethod
@@ -339,7 +369,7 @@ class FrontendSettings(_Settings):
         return (("frontend", {}),)
 
 
-class UpSettings(_Scheduling):
+class UpSettings(_Scheduling, _Calls):
     """Settings of `stepfence up`: all of the scheduler's, and of the front end and the workers what a person would set.
 
     Worker settings that are None are left to the worker's own defaults.
@@ -358,9 +388,6 @@ class UpSettings(_Scheduling):
     )
     # Short by default, so that all parts have ended within 5 s of a Ctrl-C at a terminal.
     drain_deadline_s: Seconds = Field(2.5, ge=0, description="Seconds running requests may still take after Ctrl-C.")
-    max_prompt_bytes: int = Field(
-        1_048_576, ge=1, le=_MAX_PROMPT_BYTES, description="Longest prompt text in bytes of UTF-8, at most 16 MiB."
-    )
     model: str = Field("smollm2", description="Path of a model, or a known name; fetched when not there.")
     runner: Literal["model", "scripted"] = Field("model", description="model, or scripted (no torch, made-up text).")
     device: OptionalDevice = Field(None, description="cpu or cuda; none = the worker's default.")
@@ -408,7 +435,7 @@ class UpSettings(_Scheduling):
             scheduler=scheduler,
             cluster_secret_file=self.cluster_secret_file,
             drain_deadline_s=self.drain_deadline_s,
-            max_prompt_bytes=self.max_prompt_bytes,
+            **{name: getattr(self, name) for name in _Calls.model_fields},
             log_format=self.log_format,
         )
 

@@ -20,6 +20,7 @@ field of a type that is not known fails when this module is imported."""
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import logging
 import os
@@ -296,7 +297,8 @@ def stepfence_version() -> str:
 
 class Recorder:
     """Writes a recording of at most `max_bytes`; see `facts.Recorder` for who calls it. A file already there is kept
-    as NAME.previous. Raises OSError when the file cannot be made; later failures end the recording, not the service.
+    as NAME.1, or the next number that is free, and the log says so. Raises OSError when the file cannot be made; later
+    failures end the recording, not the service.
 
     Lines reach the system whenever a rank has nothing more to do and before every Tick; a killed process loses at most
     what happened since."""
@@ -382,7 +384,9 @@ class Recorder:
 def _create(path: Path) -> BinaryIO:
     """A new file for this user only: prompts are in it."""
     if path.is_file():
-        path.replace(path.with_name(path.name + ".previous"))
+        kept = next(name for number in itertools.count(1) if not (name := Path(f"{path}.{number}")).exists())
+        path.rename(kept)
+        log.info("an earlier recording is kept as %s", kept, extra={"path": str(kept)})
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
 
 

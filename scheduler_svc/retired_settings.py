@@ -10,6 +10,10 @@ from typing import Final
 _RECOMPUTE: Final = (
     "a preempted request is always recomputed; give the pool more room with the worker's kv_memory or num_blocks"
 )
+_ONE_DEVICE: Final = (
+    "not there yet: a model must fit into the memory of one device; more workers serve more requests, each with the "
+    "whole model"
+)
 _NO_PREFIX_CACHING: Final = (
     "use --no-enable-prefix-caching, in the environment and in files enable_prefix_caching = false"
 )
@@ -17,7 +21,7 @@ _DRAFTS: Final = "use num_speculative_tokens: the scheduler proposes n-gram draf
 
 REPLACEMENTS: Final[dict[str, str]] = {
     "swap_space": _RECOMPUTE,
-    "cpu_offload_gb": _RECOMPUTE,
+    "cpu_offload_gb": _ONE_DEVICE,
     "preemption_mode": _RECOMPUTE,
     "num_scheduler_steps": "steps are kept in flight instead: use max_inflight_steps",
     "multi_step_stream_outputs": "tokens are sent as each step is acknowledged; there is nothing to set",
@@ -54,9 +58,9 @@ REPLACEMENTS: Final[dict[str, str]] = {
     "log_level": "use log_format for the form of logs; the level is fixed",
     "bind": "use listen, HOST:PORT",
     "target": "it belongs to the commands that call a server, such as `stepfence generate` and `stepfence status`",
-    "tensor_parallel_size": "start more workers: each is a rank of its own",
+    "tensor_parallel_size": _ONE_DEVICE,
     "data_parallel_size": "start more workers: each is a rank of its own",
-    "pipeline_parallel_size": "start more workers: each is a rank of its own",
+    "pipeline_parallel_size": _ONE_DEVICE,
 }
 
 # Settings of the worker, which the scheduler's and the front end's settings do not have. A test compares them with the

@@ -23,7 +23,7 @@ from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.facts import MetricsSink, Recorder
 from scheduler_svc.metrics import PrometheusMetrics, collect
 from scheduler_svc.metrics_server import PATH, MetricsServer
-from scheduler_svc.rpc import channels
+from scheduler_svc.rpc import channels, descriptors
 from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from scheduler_svc.rpc.health import HealthServicer
 from scheduler_svc.service import SchedulerService, ServiceOptions
@@ -65,6 +65,7 @@ def run(settings: SchedulerSettings) -> int:
     except ValueError as error:
         raise SettingsError(str(error)) from None
     secret = read_secret(settings.cluster_secret_file)
+    descriptors.raise_limit()
     try:
         if settings.record is not None:
             recorder = journal.Recorder(settings.record, config)
@@ -221,7 +222,7 @@ class SchedulerProcess:
         )
 
     def _make_server(self, service: SchedulerService) -> grpc.aio.Server:
-        server = channels.server(secret=self._secret, guarded=_READY_SERVICES)
+        server = channels.server(self._settings.listen, secret=self._secret, guarded=_READY_SERVICES)
         session_service_pb2_grpc.add_SessionServiceServicer_to_server(SessionServicer(service.hub), server)
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(service, _version()), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

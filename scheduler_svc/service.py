@@ -35,6 +35,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.errors import SHUT_DOWN
 from scheduler_svc.facts import MetricsSink, NullMetrics, NullRecorder, Recorder
 from scheduler_svc.loop import LoopLimits, SchedulerLoop
+from scheduler_svc.preemption_log import PreemptionLog
 from scheduler_svc.session import SessionHub
 from scheduler_svc.workers.client import RankClient
 from scheduler_svc.workers.fitness import RankRegister, SessionConfig
@@ -98,6 +99,7 @@ class SchedulerService:
         self._was_ready: bool | None = None
         # When live requests were accepted, by handle; the core's clock.
         self._accepted_at: dict[int, float] = {}
+        self._preemptions = PreemptionLog(self.core)
         self._resets: deque[asyncio.Future[PrefixCacheReset]] = deque()
         self._register = RankRegister()
         self.model = ServedModel(self._is_model_in_use, lambda facts: self.hub.model_changed(facts))
@@ -284,7 +286,7 @@ class SchedulerService:
                     self._log_end(effect)
                     self.hub.ended(effect)
                 case RequestPreempted():
-                    _log_preemption(effect)
+                    self._preemptions.preempted(effect)
                 case PrefixCacheReset():
                     self._answer_reset(effect)
                 case _:
@@ -337,18 +339,3 @@ def _cost_of(effect: RequestEnded, cause: str | None, total_s: float) -> dict[st
         "preempted_s": round(usage.preempted_s, 3),
         "total_s": round(total_s, 3),
     }
-
-
-def _log_preemption(effect: RequestPreempted) -> None:
-    log.info(
-        "preempted",
-        extra={
-            "rank": effect.rank,
-            "victim": effect.victim,
-            "beneficiary": effect.beneficiary,
-            "cause": effect.cause,
-            "num_blocks_gained": effect.num_blocks_gained,
-            "num_tokens_to_recompute": effect.num_tokens_to_recompute,
-            "num_preemptions_before": effect.num_preemptions_before,
-        },
-    )

@@ -45,6 +45,8 @@ _HANDLE_MASK: Final = (1 << _HANDLE_BITS) - 1
 # What a frame takes in memory besides its bytes.
 _FRAME_OVERHEAD: Final = 256
 _TOKENIZER_WAIT_S: Final = 10.0
+# How long the frames before the end of a stream wait to be read.
+_LAST_FRAMES_S: Final = 1.0
 
 Frame = session_service_pb2.AttachResponse
 
@@ -74,6 +76,7 @@ class FrontEndSession:
         self._end: Failure | None = None
         self._ended = asyncio.Event()
         self._is_gone = False
+        self._is_finishing = False
 
     @property
     def num_live_requests(self) -> int:
@@ -184,10 +187,10 @@ class FrontEndSession:
         """The stream is gone: end its requests. Idempotent."""
         if self._is_gone:
             return
+        # What it was answered up to here is still to be written; nothing is added.
+        self.flush()
         self._is_gone = True
         self._hub.gate.done(self.number)
-        self._outgoing.clear()
-        self._outgoing_bytes = 0
         self._hub.loop.post(self._abort_all)
 
     # --- effects ---
@@ -268,7 +271,7 @@ class FrontEndSession:
     async def next_frame(self) -> Frame | None:
         """The next frame to send; None when the stream is to be ended now."""
         while not self._outgoing:
-            if self._end is not None:
+            if self._end is not None or self._is_finishing:
                 return None
             self._readable.clear()
             await self._readable.wait()
@@ -279,6 +282,11 @@ class FrontEndSession:
     def end_after_flush(self, failure: Failure) -> None:
         """End the stream when everything queued has been sent."""
         self._end = self._end or failure
+        self._readable.set()
+
+    def finish(self) -> None:
+        """Have next_frame() return None when everything queued has been sent."""
+        self._is_finishing = True
         self._readable.set()
 
     def end_now(self, failure: Failure) -> None:
@@ -510,10 +518,15 @@ class SessionServicer(session_service_pb2_grpc.SessionServiceServicer):
         stopper = asyncio.create_task(session.ended_now())
         tasks = (reader, writer, stopper)
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                # Also when gRPC throws the handler away: whatever happens, its requests end.
+                self._hub.detach(session)
+            reader.cancel()
+            session.finish()
+            await asyncio.wait((writer, stopper), timeout=_LAST_FRAMES_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            # Also when gRPC throws the handler away: whatever happens, its requests end.
-            self._hub.detach(session)
             for task in tasks:
                 task.add_done_callback(_look_at)
                 task.cancel()

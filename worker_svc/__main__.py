@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from worker_svc import cluster_secret, logs, memory, openmp
@@ -17,6 +18,7 @@ from worker_svc.server import EXIT_FATAL, EXIT_OK, EXIT_USAGE, serve
 # As a person calls it; `python -m worker_svc` is what these commands become.
 _WORKER: Final = "stepfence worker"
 _FETCH: Final = "stepfence fetch-model"
+_DEFAULT_MODEL: Final = str(WorkerSettings.model_fields["model"].default)
 EXIT_INTERRUPTED: Final = 130
 # Before it stand the flags of whoever calls, behind it those that `stepfence worker` has read from a settings file.
 _FROM_FILE: Final = "--from-file"
@@ -67,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = _parse(parser, given)
     if options.pop("command") == "fetch-model":
-        return _fetch_model(options["name"])
+        return _fetch_model(options["name"] or os.environ.get(ENV_PREFIX + "MODEL") or _DEFAULT_MODEL)
     try:
         settings = WorkerSettings.load(options, _file_settings(parser, from_file))
         secret = None if settings.cluster_secret_file is None else cluster_secret.read(settings.cluster_secret_file)
@@ -116,12 +118,16 @@ def _run(settings: WorkerSettings, secret: str | None) -> int:
 
 def _fetch_model(name: str) -> int:
     logs.configure()
+    if Path(name).exists():
+        print(name)
+        return EXIT_OK
     try:
         from worker_svc.fetch_model import KNOWN_MODELS, FetchFailed, fetch_model
         from worker_svc.models.progress import reporter
 
         if name not in KNOWN_MODELS:
-            print(f"{_FETCH}: unknown model {name!r}; known: {', '.join(sorted(KNOWN_MODELS))}", file=sys.stderr)
+            known = ", ".join(sorted(KNOWN_MODELS))
+            print(f"{_FETCH}: unknown model {name!r}, and no such path; known: {known}", file=sys.stderr)
             return EXIT_USAGE
         try:
             path = fetch_model(name, reporter())
@@ -155,7 +161,13 @@ def _parser() -> argparse.ArgumentParser:
         help_text = f"{field.description} [default: {default}]".replace("%", "%%")
         server.add_argument(flag(name), dest=name, default=None, metavar=_METAVARS[name], help=help_text)
     fetch = commands.add_parser("fetch-model", prog=_FETCH, help="fetch a known model", allow_abbrev=False)
-    fetch.add_argument("name", metavar="NAME", help="for example smollm2")
+    fetch.add_argument(
+        "name",
+        metavar="NAME",
+        nargs="?",
+        help=f"for example smollm2; a path with something there needs no fetching [default: {ENV_PREFIX}MODEL, else "
+        f"{_DEFAULT_MODEL}]",
+    )
     return parser
 
 

@@ -39,6 +39,9 @@ OTHER_SETTINGS: Final = (
     "max_num_seqs",
     "max_preemptions",
     "max_prompt_bytes",
+    "max_calls",
+    "max_calls_per_peer",
+    "gateway",
     "max_queued_requests",
     "max_queued_tokens",
     "metrics_listen",
@@ -81,11 +84,14 @@ COMMAND_VARIABLES: Final = (
 )
 
 _RECOMPUTE: Final = "a preempted request is always recomputed; give the pool more room with kv_memory or num_blocks"
-_RANKS: Final = "start more workers: each is a rank of its own"
+_ONE_DEVICE: Final = (
+    "not there yet: a model must fit into the memory of one device; more workers serve more requests, each with the "
+    "whole model"
+)
 # What people bring from other systems, and what to use here (D18).
 REPLACEMENTS: Final[dict[str, str]] = {
     "swap_space": _RECOMPUTE,
-    "cpu_offload_gb": _RECOMPUTE,
+    "cpu_offload_gb": _ONE_DEVICE,
     "preemption_mode": _RECOMPUTE,
     "num_scheduler_steps": "steps are kept in flight instead: use the scheduler's max_inflight_steps",
     "multi_step_stream_outputs": "every step is answered by itself; there is nothing to set",
@@ -101,9 +107,9 @@ REPLACEMENTS: Final[dict[str, str]] = {
     "port": "use listen, HOST:PORT",
     "bind": "use listen, HOST:PORT",
     "log_level": "use log_format for the form of logs; the level is fixed",
-    "tensor_parallel_size": _RANKS,
-    "data_parallel_size": _RANKS,
-    "pipeline_parallel_size": _RANKS,
+    "tensor_parallel_size": _ONE_DEVICE,
+    "data_parallel_size": "start more workers: each is a rank of its own",
+    "pipeline_parallel_size": _ONE_DEVICE,
 }
 
 _UNITS: Final = {

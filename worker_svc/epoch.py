@@ -29,6 +29,8 @@ class Epoch:
         self.num_blocks = 0
         # Why it is over; None while it is not. Written once, by either thread: a plain attribute is enough.
         self._over: str | None = None
+        # The step whose failure ended it; None when another reason did.
+        self._failed_step_seq: int | None = None
         self._ledger: Ledger | None = None
         self._accepted_step_seq = 0
         self._answered_step_seq = 0
@@ -66,6 +68,18 @@ class Epoch:
         if self._over is None:
             self._over = why
 
+    def fail(self, step_seq: int) -> None:
+        """The step failed, so nothing more is executed. Its answer is still to come; see `failed_step_seq`."""
+        if self._over is None:
+            # In this order: the event loop may look in between.
+            self._failed_step_seq = step_seq
+            self._over = f"step {step_seq} failed"
+
+    @property
+    def failed_step_seq(self) -> int | None:
+        """The step whose failure ended the epoch: it is answered, later ones are not."""
+        return self._failed_step_seq
+
     def check_reopen(self, geometry: Geometry) -> None:
         """Whether a stream may go on with this epoch. Raises OpenRefused."""
         if self._over is not None:
@@ -101,6 +115,8 @@ class Epoch:
         if step.epoch != self.number:
             raise StepRefused("WRONG_EPOCH", f"step of epoch {step.epoch}, this is epoch {self.number}")
         if self._over is not None:
+            if self._is_answered_after_all(step.step_seq):
+                return False
             raise StepRefused("EPOCH_OVER", f"epoch {self.number} is over: {self._over}")
         if step.step_seq <= self._accepted_step_seq:
             if step.step_seq <= self._processed_step_seq:
@@ -120,6 +136,11 @@ class Epoch:
         self._accepted_step_seq = step.step_seq
         self._fence_seq = step.fence_seq
         return True
+
+    def _is_answered_after_all(self, step_seq: int) -> bool:
+        """Of an epoch that is over: whether the step's answer is there, or on its way."""
+        failed = self._failed_step_seq
+        return step_seq in self._answers or (failed is not None and self._answered_step_seq < step_seq <= failed)
 
     def _check_fence(self, step: Step) -> None:
         num_fences = 1 if len(step.rows) else 0

@@ -44,7 +44,7 @@ class _InFlight:
     epoch: Epoch
     step: Step
     launched: Launched
-    staged_us: int
+    received_at_ns: int
     launched_at_ns: int
 
 
@@ -74,6 +74,8 @@ class Executor:
         self._collector: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loaded: Loaded | None = None
+        # When the last step ended; by the thread that collects, or by the other one while nothing is left to collect.
+        self._last_end_ns = 0
         self._is_stopping = False
 
     async def start(self) -> Loaded:
@@ -151,15 +153,14 @@ class Executor:
         if epoch.is_over or self._loaded is None:
             return
         launched_at_ns = self._clock_ns()
-        staged_us = (launched_at_ns - received_at_ns) // 1000
         try:
             launched = self._loaded.runner.launch(step)
         except Exception as error:
             # Earlier steps answer first.
             self._uncollected.join()
-            self._fail(epoch, step, error, staged_us, launched_at_ns)
+            self._fail(epoch, step, error, received_at_ns, launched_at_ns)
             return
-        item = _InFlight(epoch, step, launched, staged_us, launched_at_ns)
+        item = _InFlight(epoch, step, launched, received_at_ns, launched_at_ns)
         if self._collector is None:
             self._collect(item)
         else:
@@ -174,20 +175,31 @@ class Executor:
         try:
             output = item.launched.collect()
         except Exception as error:
-            self._fail(item.epoch, item.step, error, item.staged_us, item.launched_at_ns)
+            self._fail(item.epoch, item.step, error, item.received_at_ns, item.launched_at_ns)
             return
+        staged_us, executed_us = self._times(item.received_at_ns, item.launched_at_ns)
         if item.epoch.is_over:
             return
         answer = StepAnswer(
             epoch=item.step.epoch,
             step_seq=item.step.step_seq,
             output=output,
-            staged_us=item.staged_us,
-            executed_us=(self._clock_ns() - item.launched_at_ns) // 1000,
+            staged_us=staged_us,
+            executed_us=executed_us,
         )
         self._post(lambda: self._on_answer(item.epoch, answer))
 
-    def _fail(self, epoch: Epoch, step: Step, error: Exception, staged_us: int, launched_at_ns: int) -> None:
+    def _times(self, received_at_ns: int, launched_at_ns: int) -> tuple[int, int]:
+        """Of the step that has just ended, in microseconds: from its receipt to the start of its execution, and the
+        execution itself. Steps run one after the other, so one that was launched ahead starts when the one before it
+        has ended."""
+        now_ns = self._clock_ns()
+        started_at_ns = max(launched_at_ns, self._last_end_ns)
+        self._last_end_ns = now_ns
+        return (started_at_ns - received_at_ns) // 1000, (now_ns - started_at_ns) // 1000
+
+    def _fail(self, epoch: Epoch, step: Step, error: Exception, received_at_ns: int, launched_at_ns: int) -> None:
+        staged_us, executed_us = self._times(received_at_ns, launched_at_ns)
         if epoch.is_over and not isinstance(error, DeviceFailed):
             return
         kind = FailureKind.DEVICE if isinstance(error, DeviceFailed) else FailureKind.EXECUTION
@@ -197,14 +209,14 @@ class Executor:
             extra={"epoch": step.epoch, "step_seq": step.step_seq, "kind": kind.value},
         )
         # At once, so that later steps already staged are not executed (rule 8).
-        epoch.end(f"step {step.step_seq} failed")
+        epoch.fail(step.step_seq)
         answer = StepAnswer(
             epoch=step.epoch,
             step_seq=step.step_seq,
             failure=kind,
             message=f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS],
             staged_us=staged_us,
-            executed_us=(self._clock_ns() - launched_at_ns) // 1000,
+            executed_us=executed_us,
         )
         self._post(lambda: self._on_answer(epoch, answer))
 

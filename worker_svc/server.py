@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from stepfence.v1 import worker_service_pb2_grpc
+from worker_svc import descriptors
 from worker_svc.cluster_secret import Guard
 from worker_svc.config import WorkerSettings, parse_address
 from worker_svc.faulty_service import FaultyWorkerService
@@ -49,8 +50,14 @@ _KNOWN_OPTIONS: Final = frozenset(
         "grpc.keepalive_time_ms",
         "grpc.keepalive_timeout_ms",
         "grpc.max_concurrent_streams",
+        "grpc.max_allowed_incoming_connections",
+        "grpc.server_handshake_timeout_ms",
+        "grpc.server.max_pending_requests",
+        "grpc.server.max_pending_requests_hard_limit",
+        "grpc.server_max_unrequested_time_in_server",
     }
 )
+_MAX_PENDING: Final = 1_000_000
 # For calls that are about to end by themselves, such as a stream with its last answer.
 _STOP_GRACE_S: Final = 0.5
 _EXECUTOR_STOP_S: Final = 1.0
@@ -68,8 +75,8 @@ class ListenError(Exception):
     """The address cannot be listened on; the text is the system's reason."""
 
 
-def server_options() -> tuple[tuple[str, int], ...]:
-    """Options of every server here: one process per port, patient with pings, bounded. Raises ValueError for an
+def server_options(listen: str = "127.0.0.1:0") -> tuple[tuple[str, int], ...]:
+    """Options of a server for HOST:PORT: one process per port, patient with pings, bounded. Raises ValueError for an
     option that gRPC would silently ignore."""
     return checked_options(
         (
@@ -82,6 +89,13 @@ def server_options() -> tuple[tuple[str, int], ...]:
             ("grpc.keepalive_time_ms", 20_000),
             ("grpc.keepalive_timeout_ms", 10_000),
             ("grpc.max_concurrent_streams", 256),
+            # Connections beyond what descriptors allow are closed; so are those that do not begin to speak HTTP/2.
+            ("grpc.max_allowed_incoming_connections", descriptors.max_connections(listen)),
+            ("grpc.server_handshake_timeout_ms", 20_000),
+            # Calls that no handler has taken up yet: gRPC would cancel some of them, without a reason, beyond 1,000.
+            ("grpc.server.max_pending_requests", _MAX_PENDING),
+            ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
+            ("grpc.server_max_unrequested_time_in_server", 3_600),
         )
     )
 
@@ -98,12 +112,13 @@ class WorkerServer:
     """A listening worker: servicer, health and reflection on one port. Used by the process and, in one process, by
     tests."""
 
-    def __init__(self, service: WorkerService, secret: str | None = None) -> None:
-        """secret: the cluster secret that calls of the WorkerService must carry; None: they need none."""
+    def __init__(self, service: WorkerService, secret: str | None = None, *, listen: str = "127.0.0.1:0") -> None:
+        """secret: the cluster secret that calls of the WorkerService must carry; None: they need none. listen: the
+        HOST:PORT that it will listen on."""
         self.service: Final = service
         self._health: Final = HealthServicer()
         guards = [] if secret is None else [Guard(secret, SERVICE_NAME)]
-        self._server: Final = grpc.aio.server(interceptors=guards, options=server_options())
+        self._server: Final = grpc.aio.server(interceptors=guards, options=server_options(listen))
         worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
@@ -174,7 +189,8 @@ def _load_model(settings: WorkerSettings) -> Runner:
 
 async def serve(settings: WorkerSettings, secret: str | None = None) -> int:
     """Run a worker until it is told to stop or cannot go on; returns the exit code. Handles SIGINT and SIGTERM."""
-    server = WorkerServer(make_service(settings), secret)
+    descriptors.raise_limit()
+    server = WorkerServer(make_service(settings), secret, listen=settings.listen)
     stop = _Signals()
     try:
         address = await server.listen(settings.listen)

@@ -47,8 +47,12 @@ Context = grpc.aio.ServicerContext[Any, Any]
 MakeExecutor = Callable[[Callable[[], Runner], Callable[[Epoch, StepAnswer], None]], Executor]
 
 SERVICE_NAME: Final = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+# Reason of a refusal by a worker that was asked to stop.
+_DRAINING: Final = "DRAINING"
 # How long a failure of the device waits for its answer to be read before the process exits all the same.
 _LAST_ANSWER_S: Final = 2.0
+# How long the answers before the end of a stream wait to be read.
+_LAST_FRAMES_S: Final = 1.0
 _DRAIN_POLL_S: Final = 0.05
 # A draining worker without rows waits so long for a step that may be on its way.
 _DRAIN_QUIET_S: Final = 0.25
@@ -122,7 +126,7 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         has_finished = is_done or not self._has_work()
         self._end_epoch("the worker drained")
         if self._stream is not None:
-            self._stream.end(NotReady("DRAINING", "the worker has drained and leaves"))
+            self._stream.end(NotReady(_DRAINING, "the worker has drained and leaves"))
         return has_finished
 
     def stop(self, timeout_s: float) -> bool:
@@ -159,14 +163,31 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         stream = StepStream()
         reader = asyncio.create_task(self._read(stream, request_iterator))
         try:
-            while (frame := await stream.next_frame()) is not None:
-                await context.write(frame)
+            await self._write(stream, context)
         except ContractError as error:
-            log.warning("stream ended", extra={"reason": error.reason, "cause": error.message})
+            # A stop as asked is no trouble.
+            level = logging.INFO if error.reason == _DRAINING else logging.WARNING
+            log.log(level, "stream ended", extra={"reason": error.reason, "cause": error.message})
             await _abort(context, error)
         finally:
             reader.cancel()
             self._detach(stream)
+
+    async def _write(self, stream: StepStream, context: Context) -> None:
+        """Write the stream's frames until it has ended. Raises its refusal. A peer that does not read when the stream
+        ends is given up after a while, with what was still to be written."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(None) as patience:
+                stream.on_end = lambda: patience.reschedule(loop.time() + _LAST_FRAMES_S)
+                while (frame := await stream.next_frame()) is not None:
+                    await context.write(frame)
+        except TimeoutError:
+            log.warning("answers could not be written before the end of their stream")
+            if stream.refusal is not None:
+                raise stream.refusal from None
+        finally:
+            stream.on_end = lambda: None
 
     # --- up ---------------------------------------------------------------------------------------------------------
 
@@ -185,6 +206,8 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
             # The scheduler has nothing more to say; what it asked is still answered.
             stream.end_when_answered()
         except ContractError as error:
+            # Answers that the executor has given already come first: they are on their way to this loop.
+            await asyncio.sleep(0)
             stream.end(error)
         except TimeoutError:
             stream.end(MalformedOpen("OPEN_EXPECTED", f"no open within {self._open_timeout_s} s"))
@@ -194,14 +217,16 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
                 stream.epoch.end(refusal.message)
             stream.end(refusal)
         except Exception as error:
-            # The transport's own errors: the stream is lost, what is held stays for the next one.
-            log.warning("a stream broke", extra={"cause": f"{type(error).__name__}: {error}"})
+            # The transport's own errors: the stream is lost, what is held stays for the next one. When this side has
+            # ended it, they are no news.
+            level = logging.DEBUG if stream.is_ending else logging.WARNING
+            log.log(level, "a stream broke", extra={"cause": f"{type(error).__name__}: {error}"})
             stream.end(None)
 
     async def _open(self, stream: StepStream, request: worker_service_pb2.RunStepsRequest) -> None:
         loaded = self._require_loaded()
         if self._drain_until is not None:
-            raise NotReady("DRAINING", "the worker is leaving")
+            raise NotReady(_DRAINING, "the worker is leaving")
         if request.WhichOneof("frame") != "open":
             raise MalformedOpen("OPEN_EXPECTED", "the first frame of a stream must carry open")
         incarnation, number, geometry = codec.decode_open(request.open)
@@ -273,6 +298,10 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         try:
             if request.WhichOneof("frame") != "step":
                 raise MalformedStep("only steps follow an open")
+            failed_step_seq = epoch.failed_step_seq
+            if failed_step_seq is not None and stream.is_asked(failed_step_seq):
+                # The answer to that step is on its way and ends the stream; what was sent meanwhile gets none (rule 8).
+                return
             step = codec.decode_step(request.step, self._require_loaded().runner.capabilities.vocab_size)
             if epoch.accept(step):
                 self._executor.submit(epoch, step)
@@ -337,7 +366,8 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
     def _has_work(self) -> bool:
         if self._epoch is None or self._epoch.is_over or self._stream is None:
             return False
-        return self._epoch.num_rows_held > 0 or self._epoch.num_unanswered > 0 or not self._stream.is_quiet
+        # What is answered and not written yet is written while the stream ends.
+        return self._epoch.num_rows_held > 0 or self._epoch.num_unanswered > 0
 
     def _exit_soon(self, message: str) -> None:
         self._device_failure = message

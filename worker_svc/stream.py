@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from stepfence.v1 import worker_service_pb2
@@ -33,6 +34,17 @@ class StepStream:
         self._is_ending = False
         self._ends_when_answered = False
         self._refusal: ContractError | None = None
+        # Called once, when no more frames will be pushed.
+        self.on_end: Callable[[], None] = lambda: None
+
+    @property
+    def refusal(self) -> ContractError | None:
+        """With what the stream ends; None: OK, or not yet."""
+        return self._refusal
+
+    def is_asked(self, step_seq: int) -> bool:
+        """Whether the answer to this step is still to be pushed."""
+        return step_seq in self._asked
 
     @property
     def is_ending(self) -> bool:
@@ -74,18 +86,18 @@ class StepStream:
         self.pump()
 
     def end(self, refusal: ContractError | None) -> None:
-        """No more frames after those pushed. With a refusal: at once, with its status. Only the first call counts."""
+        """No more frames after those pushed; then the end, with the status of the refusal if there is one. Only the
+        first call counts."""
         if self._is_ending:
             return
         self._is_ending = True
         self._refusal = refusal
         self._asked.clear()
-        if refusal is not None:
-            self._frames.clear()
         self._wake.set()
+        self.on_end()
 
     async def next_frame(self) -> Frame | None:
-        """The next frame down, or None after the last. Raises the refusal that ends the stream."""
+        """The next frame down, or None after the last. Raises the refusal that ends the stream, after its frames."""
         while not self._frames:
             if self._refusal is not None:
                 raise self._refusal

@@ -159,6 +159,8 @@ def _metavar(name: str, info: FieldInfo) -> str:
         return "SECONDS"
     if name.endswith("_bytes") or name == "kv_memory":
         return "BYTES"
+    if name == "gateway":
+        return "ADDRESS"
     if name == "script":
         return "JSON"
     if Path in types:

@@ -37,9 +37,19 @@ class Part:
         self._show = show
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
+        # Held while a process is being made, so that `end` does not miss one.
+        self._starting = asyncio.Lock()
+        self._is_ended = False
 
-    async def start(self) -> None:
-        """Start it, or start it again after its end."""
+    async def start(self) -> bool:
+        """Start it, or start it again after its end. False: `end` was called, so it is not started any more."""
+        async with self._starting:
+            if self._is_ended:
+                return False
+            await self._start()
+            return True
+
+    async def _start(self) -> None:
         process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.DEVNULL,
@@ -82,8 +92,11 @@ class Part:
             self._process.send_signal(number)
 
     async def end(self, patience_s: float) -> int | None:
-        """SIGTERM, then SIGKILL after `patience_s`. The value is the exit code, None when it never started."""
-        if self._process is None:
+        """SIGTERM, then SIGKILL after `patience_s`; it cannot be started again. The value is the exit code, None when
+        there was nothing to end: it never started, or had ended already."""
+        async with self._starting:
+            self._is_ended = True
+        if self._process is None or self._process.returncode is not None:
             return None
         self.signal(signal.SIGTERM)
         try:

@@ -120,7 +120,8 @@ def status_lines(status: pb.GetStatusResponse) -> list[str]:
     lines = [
         f"scheduler {status.version}, policy {_word(pb.SchedulingPolicy.Name(status.policy))}, {state}",
         f"{status.num_running} running, {status.num_waiting} waiting, {status.num_skipped} put aside; "
-        f"{status.num_preemptions} preemptions, {status.num_requeued_after_worker_loss} requeued after a worker's loss",
+        f"{status.num_preemptions} preemptions, {status.num_requeued_after_worker_loss} requeued after a worker's loss"
+        f"{_recomputed(status)}",
     ]
     for name, rank in zip(_names(status.ranks), status.ranks, strict=True):
         cause = f" ({rank.cause})" if rank.cause else ""
@@ -136,6 +137,15 @@ def status_lines(status: pb.GetStatusResponse) -> list[str]:
             f"{front_end.num_live_requests} requests"
         )
     return lines
+
+
+def _recomputed(status: pb.GetStatusResponse) -> str:
+    """The share of tokens that were computed again; nothing while there are none."""
+    again, computed = status.num_recomputed_tokens, status.num_computed_tokens
+    if not again or not computed:
+        return ""
+    share = 100 * again / computed
+    return f"; {again} of {computed} tokens computed again ({share:.{0 if share >= 1 else 2}f} %)"
 
 
 def _word(name: str) -> str:

@@ -1,14 +1,14 @@
 """`stepfence up`: a scheduler, a front end and workers on this machine, as children of one process, until Ctrl-C.
 
 Start: ports are chosen (the next free one when one is taken), the model is fetched when it is a known name, the parts
-start all at once, and `up` waits until each says it is ready. Run: a worker that ends is started again, later each time
-it ends soon; requests wait meanwhile. The end of the scheduler or the front end ends everything: their clients have
-lost their streams, and somebody should look. End: SIGINT or SIGTERM ends the front end first (it finishes what it has
-accepted, up to the drain deadline), then the scheduler, then the workers; what is still there after its time is killed.
-A second signal kills at once.
+start all at once, and `up` waits until each says it is ready. Run: a part that ends is started again with the same
+command, later each time it ends soon; a part that ends too often ends everything (restarts.py). A scheduler that was
+drained ends everything in order. End: SIGINT or SIGTERM ends the front end first (it finishes what it has accepted, up
+to the drain deadline), then the scheduler, then the workers; what is still there after its time is killed. A second
+signal kills at once.
 
-Exit codes: 0 ended as asked, 1 a part failed, 2 settings that cannot work, 3 drain deadline passed with work cut off,
-130 / 143 ended at once by a second SIGINT / SIGTERM.
+Exit codes: 0 ended as asked, 1 a part could not start or ended too often, 2 settings that cannot work, 3 drain deadline
+passed with work cut off, 130 / 143 ended at once by a second SIGINT / SIGTERM.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from scheduler_svc.cli.merged_log import Level, MergedLog
 from scheduler_svc.cli.options import as_flags
 from scheduler_svc.cli.part import Part
 from scheduler_svc.cli.ports import free_address
+from scheduler_svc.cli.restarts import RESTARTS_IN_WINDOW, WINDOW_S, Restarts, ending
 from scheduler_svc.config import ENV_PREFIX, KNOWN_MODELS, SERVICES, SettingsError, UpSettings, flag, read_secret
 from scheduler_svc.rpc import channels, cluster_secret
 from scheduler_svc.rpc.cluster_secret import SecretError
@@ -43,9 +44,10 @@ from scheduler_svc.rpc.cluster_secret import SecretError
 # Beyond the drain deadline: for exchanging last messages and leaving the process. The sum over the three kinds of parts
 # keeps the default end below five seconds.
 _LEAVE_S: Final = 0.5
-_RESTART_S: Final = (0.2, 0.5, 1.0, 2.0, 5.0)
-# A worker that lived this long was not a failed start.
-_SETTLED_S: Final = 30.0
+# How a scheduler ends that was drained: nothing was cut off, or something was.
+_DRAINED: Final = (0, 3)
+# Stands for the exit code of a part of which the system made no process.
+_NOT_STARTED: Final = 1
 _POLL_S: Final = 0.1
 _REPORT_S: Final = 5.0
 _WORKER_SETTINGS: Final = (
@@ -151,6 +153,9 @@ class _Up:
         self._exit_code = 0
         self._ready_once = False
         self._scheduler, self._frontend, self._workers = self._parts()
+        self._readiness = self._what_is_ready()
+        # Names of the parts that were ready once.
+        self._was_ready: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> int:
@@ -159,9 +164,7 @@ class _Up:
             loop.add_signal_handler(number, self._on_signal, number)
         if await self._fetch_model():
             self._tasks = [
-                asyncio.create_task(self._keep_essential(self._scheduler)),
-                asyncio.create_task(self._keep_essential(self._frontend)),
-                *(asyncio.create_task(self._keep_worker(worker)) for worker in self._workers),
+                *(asyncio.create_task(self._keep(part)) for part in (self._scheduler, self._frontend, *self._workers)),
                 asyncio.create_task(self._announce_when_ready()),
             ]
             await self._stop.wait()
@@ -212,10 +215,10 @@ class _Up:
             self._exit_code = 2 if code == 2 else 1
         return code == 0
 
-    async def _announce_when_ready(self) -> None:
-        """Wait for every part; say what is being waited for, and in the end how to call it."""
+    def _what_is_ready(self) -> dict[str, tuple[str, str]]:
+        """For each part's name: the address and the health service that say that it is ready."""
         at = self._addresses
-        pending = {
+        return {
             "scheduler": (at.scheduler, ""),
             **{
                 worker.name: (address, "stepfence.v1.WorkerService")
@@ -223,10 +226,15 @@ class _Up:
             },
             "frontend": (at.frontend, "stepfence.v1.GenerationService" if self._workers else ""),
         }
+
+    async def _announce_when_ready(self) -> None:
+        """Wait for every part; say what is being waited for, and in the end how to call it."""
+        pending = dict(self._readiness)
         reported = time.monotonic()
         while pending:
             for name, (address, service) in list(pending.items()):
                 if await _is_serving(address, service):
+                    self._was_ready.add(name)
                     del pending[name]
             if pending and time.monotonic() - reported > _REPORT_S:
                 reported = time.monotonic()
@@ -270,31 +278,57 @@ class _Up:
 
     # --- run ----------------------------------------------------------------------------------------------------------
 
-    async def _keep_essential(self, part: Part) -> None:
-        await part.start()
-        code = await part.wait()
-        if not self._stop.is_set():
-            self._say(f"the {part.name} ended ({_ending(code)}): ending everything; its last lines say why", "error")
-            self._fail(code)
-
-    async def _keep_worker(self, worker: Part) -> None:
-        failures = 0
+    async def _keep(self, part: Part) -> None:
+        """Start the part, and again when it has ended, until `up` ends; or end `up`, when that cannot help."""
+        restarts = Restarts()
         while not self._stop.is_set():
             born = time.monotonic()
-            await worker.start()
-            code = await worker.wait()
-            if self._stop.is_set():
+            end = await self._life_of(part, is_restart=restarts.count > 0)
+            if end is None:
+                return
+            code, how = end
+            if part is self._scheduler and code in _DRAINED:
+                self._say(f"the scheduler was drained (exit code {code}): ending everything")
+                self._exit_code = code
+                self._stop.set()
                 return
             if not self._ready_once and code in (1, 2):
-                self._say(f"the {worker.name} could not start ({_ending(code)}): its last lines say why", "error")
+                self._say(f"the {part.name} could not start ({how})", "error")
                 self._fail(code)
                 return
-            failures = 0 if time.monotonic() - born > _SETTLED_S else failures + 1
-            pause = _RESTART_S[min(failures, len(_RESTART_S) - 1)]
-            told = f"the {worker.name} ended ({_ending(code)}): starting it again in {pause:g} s; requests wait"
-            self._say(told, "warning")
+            now = time.monotonic()
+            pause = restarts.after_end(now, now - born)
+            if pause is None:
+                often = f"{RESTARTS_IN_WINDOW + 1} times within {WINDOW_S:g} s"
+                self._say(f"the {part.name} ended {often} ({how}): ending everything", "error")
+                self._fail(code)
+                return
+            self._say(f"the {part.name} ended ({how}): starting it again in {pause:g} s", "warning")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), pause)
+
+    async def _life_of(self, part: Part, *, is_restart: bool) -> tuple[int, str] | None:
+        """Start the part and wait for its end: its exit code, and in words how it ended. None: `up` is ending. Of a
+        part that was started again, say when it is ready."""
+        try:
+            if not await part.start():
+                return None
+        except OSError as error:
+            return _NOT_STARTED, f"no process could be made for it: {error.strerror or error}"
+        back = asyncio.create_task(self._say_when_back(part)) if is_restart and self._ready_once else None
+        try:
+            code = await part.wait()
+        finally:
+            if back is not None:
+                back.cancel()
+                await asyncio.gather(back, return_exceptions=True)
+        return None if self._stop.is_set() else (code, ending(code))
+
+    async def _say_when_back(self, part: Part) -> None:
+        address, service = self._readiness[part.name]
+        while not await _is_serving(address, service):
+            await asyncio.sleep(_POLL_S)
+        self._say(f"the {part.name} is ready again")
 
     def _fail(self, code: int) -> None:
         self._exit_code = 2 if code == 2 and not self._ready_once else 1
@@ -316,14 +350,16 @@ class _Up:
             part.signal(signal.SIGKILL)
 
     async def _end(self) -> None:
-        deadline = self._settings.drain_deadline_s
-        codes = [await self._frontend.end(deadline + _LEAVE_S), await self._scheduler.end(2 * _LEAVE_S)]
+        frontend = await self._frontend.end(self._settings.drain_deadline_s + _LEAVE_S)
+        scheduler = await self._scheduler.end(2 * _LEAVE_S)
         await asyncio.gather(*(worker.end(_LEAVE_S) for worker in self._workers))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        # A part that had to be killed did not get to say whether it cut something off.
-        if self._exit_code == 0 and any(code == 3 or (code is not None and code < 0) for code in codes):
+        # A front end that had to be killed could not say whether it cut something off. One that was never ready had
+        # accepted nothing, and one that ended at once at its SIGTERM had not begun to listen.
+        was_killed = frontend == -signal.SIGKILL and self._frontend.name in self._was_ready
+        if self._exit_code == 0 and (was_killed or 3 in (frontend, scheduler)):
             self._say("the drain deadline passed: some requests were cut off", "warning")
             self._exit_code = 3
 
@@ -366,7 +402,3 @@ def _shorten(path: str) -> str:
     with contextlib.suppress(ValueError):
         return str(Path(path).relative_to(Path.cwd()))
     return path
-
-
-def _ending(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, NoReturn, TypeVar, cast
@@ -14,6 +15,7 @@ from scheduler_svc.frontend.calls import Accepted, Delta, Finished
 from scheduler_svc.frontend.containment import is_containable
 from scheduler_svc.frontend.engine import FrontEnd
 from scheduler_svc.frontend.errors import INTERNAL, RequestError
+from scheduler_svc.frontend.gate import CallGate
 from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from stepfence.v1 import generation_service_pb2 as generation_pb2
 from stepfence.v1.generation_service_pb2_grpc import GenerationServiceServicer
@@ -33,9 +35,13 @@ class GenerationServicer(GenerationServiceServicer):
     """Handlers are plain coroutines that write, not generators: a cancelled call is cancelled where it waits, so what
     it holds is released at once and not when a generator is collected."""
 
-    def __init__(self, front_end: FrontEnd, secret: ClusterSecret | None = None) -> None:
-        """secret: callers that show it may abort any request; see `FrontEnd.abort`."""
+    def __init__(self, front_end: FrontEnd, secret: ClusterSecret | None = None, gate: CallGate | None = None) -> None:
+        """secret: callers that show it may abort any request; see `FrontEnd.abort`. gate: how many Generate and
+        Complete calls are taken; None: any number."""
         self._front_end = front_end
+        self._gate = gate
+        # Events that gRPC has taken to deliver, of all streams.
+        self.num_events_taken = 0
         self._secret = secret
 
     async def Generate(  # type: ignore[override]
@@ -43,6 +49,7 @@ class GenerationServicer(GenerationServiceServicer):
     ) -> None:
         async def deliver(event: Accepted | Delta | Finished) -> None:
             await context.write(codec.encode_event(event))
+            self.num_events_taken += 1
 
         await self._answer(context, lambda: self._run(request, context, deliver))
 
@@ -85,7 +92,8 @@ class GenerationServicer(GenerationServiceServicer):
         deliver: Callable[[Accepted | Delta | Finished], Awaitable[None]],
     ) -> None:
         """Streams and answers are made here, by the same code."""
-        with self._front_end.stream():
+        gate = contextlib.nullcontext() if self._gate is None else self._gate.call(context.peer())
+        with gate, self._front_end.stream():
             call = codec.decode_call(request, self._front_end.limits)
             with await self._front_end.start(call, context.time_remaining) as generation:
                 while (event := await generation.next()) is not None:

@@ -24,11 +24,12 @@ from scheduler_svc import logs
 from scheduler_svc.config import FrontendSettings, read_secret
 from scheduler_svc.frontend.api import GenerationServicer
 from scheduler_svc.frontend.engine import FrontEnd
+from scheduler_svc.frontend.gate import CallGate
 from scheduler_svc.frontend.limits import Limits
 from scheduler_svc.frontend.session_client import SessionClient, SessionTiming
 from scheduler_svc.frontend.session_transport import GrpcTransport
 from scheduler_svc.frontend.text import Tokenizer, load_tokenizer
-from scheduler_svc.rpc import channels
+from scheduler_svc.rpc import channels, descriptors
 from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from scheduler_svc.rpc.health import HealthServicer
 from scheduler_svc.rpc.message_budget import MessageBudget
@@ -45,6 +46,8 @@ SERVICE: Final = generation_service_pb2.DESCRIPTOR.services_by_name["GenerationS
 _NUM_TOKENIZING_THREADS: Final = 2
 # Seconds for calls that were cut off to take their last message.
 _FAREWELL_S: Final = 1.0
+# Seconds in which a client that reads takes something of what waits for it.
+_UNREAD_S: Final = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +56,7 @@ def run(settings: FrontendSettings) -> int:
     """Serve until a signal; the exit code. Logs to stderr."""
     logs.configure(settings.log_format)
     secret = read_secret(settings.cluster_secret_file)
+    descriptors.raise_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(FrontEndProcess(settings, secret=secret).serve(signals=True))
 
@@ -131,12 +135,18 @@ class FrontEndProcess:
     def _build_server(self) -> tuple[grpc.aio.Server, HealthServicer]:
         """Raises OSError when the address cannot be listened on."""
         server = channels.server(
+            self._settings.listen,
             max_message_bytes=self._limits.max_message_bytes,
             # Complete has its GenerateRequest in the field `request`.
             budget=MessageBudget(envelopes=frozenset({"request"})),
         )
-        servicer = GenerationServicer(self.front_end, self._secret)
-        generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
+        gate = CallGate(
+            max_calls=self._settings.max_calls,
+            max_calls_per_peer=self._settings.max_calls_per_peer,
+            gateways=self._settings.gateway,
+        )
+        self._servicer = GenerationServicer(self.front_end, self._secret, gate)
+        generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(self._servicer, server)
         checks = HealthServicer()
         checks.set(SERVICE, is_serving=False)
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
@@ -189,10 +199,12 @@ class FrontEndProcess:
             "draining",
             extra={"requests": self.front_end.num_live, "deadline_s": self._settings.drain_deadline_s},
         )
-        if await self._idle_within(self._settings.drain_deadline_s):
+        is_done = await self._idle_within(self._settings.drain_deadline_s)
+        if is_done or not (self.front_end.num_live or self._second_signal.is_set()):
+            unread = self.front_end.num_streams
             # What was refused meanwhile gets its answer.
             await server.stop(_FAREWELL_S)
-            log.info("stopped")
+            log.info("stopped", extra={"calls_not_read_to_the_end": unread} if unread else {})
             return EXIT_OK
         if self._second_signal.is_set():
             log.warning("stopped at once", extra={"requests": self.front_end.num_live})
@@ -206,15 +218,25 @@ class FrontEndProcess:
         return self._exit_at_once or EXIT_CUT_OFF
 
     async def _idle_within(self, seconds: float) -> bool:
-        """False when the time, or the patience of whoever sends signals, ran out first."""
+        """Wait until no call is open, or only calls that nothing is done for any more. False when the time ran out
+        first, or a second signal came."""
         idle = asyncio.create_task(self.front_end.wait_idle())
+        unread = asyncio.create_task(self._only_unread_calls_left())
         hurried = asyncio.create_task(self._second_signal.wait())
+        tasks = (idle, unread, hurried)
         try:
-            await asyncio.wait((idle, hurried), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            return idle.done()
+            await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            return idle.done() or unread.done()
         finally:
-            idle.cancel()
-            hurried.cancel()
+            for task in tasks:
+                task.cancel()
+
+    async def _only_unread_calls_left(self) -> None:
+        """Wait until every request has ended and the clients of the open calls have taken nothing for a while."""
+        num_taken = -1
+        while self.front_end.num_live or num_taken != self._servicer.num_events_taken:
+            num_taken = -1 if self.front_end.num_live else self._servicer.num_events_taken
+            await asyncio.sleep(_UNREAD_S)
 
 
 def _start_threads(executor: ThreadPoolExecutor) -> None:

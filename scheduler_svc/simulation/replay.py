@@ -31,7 +31,6 @@ from scheduler_svc.core.events import (
     WorkerProtocolError,
 )
 from scheduler_svc.core.output import NewRow, SchedulerOutput
-from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.resources import ALL_REASONS
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.journal import (
@@ -179,7 +178,8 @@ class Story:
         self._handle: int | None = None
         self._num_admissions = 0
         self._has_token = False
-        self._waits_for: SkipReason | None = None
+        # What it was last said to wait for. Among the reasons is a request before it, which may become another one.
+        self._waits_for: str | None = None
         self._tellers: dict[type, Callable[[Any], None]] = {
             Tick: self._tick,
             RequestArrived: self._arrived,
@@ -229,6 +229,7 @@ class Story:
 
     def _accepted(self, effect: RequestAccepted) -> None:
         self._handle = effect.handle
+        self._waits_for = None
         self._num_admissions = 0
         self._has_token = False
         self._tell(f"was accepted, with at most {effect.max_tokens} tokens")
@@ -274,12 +275,12 @@ class Story:
         )
 
     def _look_at(self, scheduler: Scheduler) -> None:
-        """Tell why it waits, when the reason is a new one."""
+        """Tell why it waits, when that has changed: the reason, or the request that it waits behind."""
         explanation = scheduler.explain(self.request_id)
         if explanation is None or explanation.reason not in _WORTH_TELLING:
             return
-        if explanation.reason is not self._waits_for:
-            self._waits_for = explanation.reason
+        if explanation.detail != self._waits_for:
+            self._waits_for = explanation.detail
             self._tell(f"waits: {explanation.detail}")
 
 

@@ -119,7 +119,8 @@ async def test_an_abort_storm_leaves_nothing_and_stops_nobody(tmp_path: Path, nu
     with Deployment(tmp_path) as deployment:
         deployment.start_worker(num_blocks="1025", script=json.dumps({"delay_ms": 2.0}))
         deployment.start_scheduler(max_num_seqs="64", max_queued_requests=str(_QUEUE_LIMIT))
-        deployment.start_frontend()
+        # All clients have one address.
+        deployment.start_frontend(max_calls_per_peer="none")
         await asyncio.to_thread(deployment.wait_ready)
         wanted = [
             Order(o.index, 0.0, o.prompt, o.max_tokens, o.seed, None)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scheduler_svc.cli.health import check
-from tests.support.deaf_watcher import DeafWatcher
+from tests.support.deaf_caller import DeafWatcher
 from tests.support.processes import Deployment, wait_until
 
 pytestmark = pytest.mark.e2e

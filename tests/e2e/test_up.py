@@ -19,6 +19,7 @@ import pytest
 
 from scheduler_svc.cli.health import check
 from scheduler_svc.cli.part import tethered
+from scheduler_svc.cli.restarts import RESTARTS_IN_WINDOW
 from tests.support.processes import PATIENCE_S, Process, start_process, wait_until
 
 # From the signal to the end of the last process.
@@ -73,6 +74,17 @@ def _part(process: Process, words: str) -> int:
         if words in command:
             return pid
     raise AssertionError(f"no child runs {words!r}\n{process.tail()}")
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _has_count(process: Process, words: str, count: int) -> bool:
+    return process.output().count(words) >= count
 
 
 def _ready(process: Process, patience_s: float = PATIENCE_S) -> str:
@@ -195,11 +207,11 @@ def test_a_log_for_machines_tells_what_failed_from_what_did_not(up: Up) -> None:
     _ready(process)
     os.kill(_part(process, "worker_svc"), signal.SIGKILL)
     wait_until(lambda: "starting it again" in process.output(), "the worker's end was told")
-    os.kill(_part(process, "scheduler_svc frontend"), signal.SIGKILL)
-    assert process.wait() == 1, process.tail()
-    lines = [json.loads(line) for line in process.output().splitlines()]
+    refused = up("--log-format", "json", "--script", '{"delay_s": 1}')
+    assert refused.wait() == 2, refused.tail()
+    lines = [json.loads(line) for process in (process, refused) for line in process.output().splitlines()]
     levels = {line["message"].split(" (")[0]: line["level"] for line in lines if line["part"] == "up"}
-    assert (levels["the worker ended"], levels["the frontend ended"]) == ("warning", "error")
+    assert (levels["the worker ended"], levels["the worker could not start"]) == ("warning", "error")
 
 
 @pytest.mark.model
@@ -321,15 +333,101 @@ def test_a_killed_worker_is_started_again_and_requests_go_on(up: Up) -> None:
     assert _part(process, "worker_svc") != worker
 
 
-@pytest.mark.parametrize("words", ["scheduler_svc scheduler", "scheduler_svc frontend"])
-def test_the_end_of_the_scheduler_or_the_front_end_ends_everything(up: Up, words: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "name"), [("scheduler_svc scheduler", "scheduler"), ("scheduler_svc frontend", "frontend")]
+)
+def test_a_killed_scheduler_or_front_end_is_started_again_as_it_was(up: Up, words: str, name: str) -> None:
+    process = up("--workers", "2")
+    address = _ready(process)
+    before = _generate(address, "--max-tokens", "20", "--temperature", "0")
+    killed = _part(process, words)
+    command, others = _command(killed), set(_parts(process)) - {killed}
+    os.kill(killed, signal.SIGKILL)
+    wait_until(lambda: f"the {name} is ready again" in process.output(), f"the {name} is back")
+    wait_until(lambda: check(address, "stepfence.v1.GenerationService", 5.0).serving, "the front end is ready")
+    after = _generate(address, "--max-tokens", "20", "--temperature", "0")
+    assert (after.returncode, after.stdout) == (0, before.stdout), after.stderr
+    assert f"the {name} ended (signal SIGKILL" in process.output()
+    # Where it listens is part of the command.
+    assert _command(_part(process, words)) == command
+    assert others < set(_parts(process)) and len(_parts(process)) == 4
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 0, process.tail()
+
+
+def test_a_part_that_ends_too_often_ends_up_with_a_sentence(up: Up) -> None:
     process = up()
     _ready(process)
-    parts = _parts(process)
-    os.kill(_part(process, words), signal.SIGKILL)
+    parts, killed = _parts(process), set[int]()
+
+    def kill_once_more() -> bool:
+        """Kill the front end, if it is another one than the last; True when `up` has ended."""
+        for pid in set(_parts(process)) - killed:
+            if b"scheduler_svc\0frontend" in _command(pid):
+                killed.add(pid)
+                os.kill(pid, signal.SIGKILL)
+        return not process.is_running
+
+    wait_until(kill_once_more, "up gives up")
     assert process.wait() == 1, process.tail()
-    assert "signal SIGKILL" in process.output()
-    assert _all_ended(parts)
+    assert len(killed) == RESTARTS_IN_WINDOW + 1
+    assert "the frontend ended 6 times within 60 s (signal SIGKILL" in process.output()
+    assert "ending everything" in process.output()
+    assert _all_ended([*parts, *killed])
+
+
+def test_a_scheduler_started_again_keeps_the_recordings_before_it(up: Up, tmp_path: Path) -> None:
+    record = tmp_path / "run.jsonl"
+    process = up("--record", str(record))
+    address = _ready(process)
+    for index in range(3):
+        wait_until(lambda: check(address, "stepfence.v1.GenerationService", 5.0).serving, "the front end is ready")
+        name = f"request-{index}"
+        assert _generate(address, "--max-tokens", "5", "--request-id", name).returncode == 0, process.tail()
+        if index < 2:
+            ended = process.output().count("the scheduler is ready again")
+            os.kill(_part(process, "scheduler_svc scheduler"), signal.SIGKILL)
+            is_back = partial(_has_count, process, "the scheduler is ready again", ended + 1)
+            wait_until(is_back, "the scheduler is back")
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 0, process.tail()
+    assert f"{record}.2" in process.output()
+    for index, path in enumerate((Path(f"{record}.1"), Path(f"{record}.2"), record)):
+        command = [sys.executable, "-m", "scheduler_svc", "replay", str(path), "--explain", f"request-{index}"]
+        told_of = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        assert told_of.returncode == 0, told_of
+
+
+def test_a_scheduler_that_was_drained_ends_up_in_order(up: Up) -> None:
+    process = up()
+    _ready(process)
+    asked = re.search(r"status --target (\S+)", process.output())
+    assert asked is not None, process.output()
+    drain = [sys.executable, "-m", "scheduler_svc", "drain", "--target", asked.group(1)]
+    assert subprocess.run(drain, capture_output=True, timeout=PATIENCE_S, check=False).returncode == 0
+    assert process.wait() == 0, process.tail()
+    assert "was drained" in process.output()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("num_parts", [1, 2, 3])
+def test_f101_a_signal_while_starting_cuts_nothing_off(up: Up, number: signal.Signals, num_parts: int) -> None:
+    process = up("--workers", "1")
+    wait_until(lambda: len(_parts(process)) >= num_parts, "some parts have begun to start", PATIENCE_S)
+    process.signal(number)
+    assert process.wait() == 0, process.tail()
+    assert "cut off" not in process.output()
+
+
+def test_f101_a_front_end_that_was_down_when_the_signal_came_cuts_nothing_off(up: Up) -> None:
+    """Its old exit code is a signal's, but it is not this stop that ended it."""
+    process = up()
+    _ready(process)
+    os.kill(_part(process, "scheduler_svc frontend"), signal.SIGKILL)
+    wait_until(lambda: "the frontend ended" in process.output(), "its end was noticed")
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 0, process.tail()
+    assert "cut off" not in process.output()
 
 
 def test_a_taken_port_is_told_and_the_next_one_used(up: Up) -> None:

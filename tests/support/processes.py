@@ -132,6 +132,8 @@ class Deployment:
 
     folder: Path
     num_workers: int = 1
+    # Descriptors that each process may have; None: as this one.
+    max_open_files: int | None = None
     processes: list[Process] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -178,6 +180,8 @@ class Deployment:
         return self._start(f"worker-{index}", command, given["listen"])
 
     def _start(self, name: str, command: list[str], address: str) -> Process:
+        if self.max_open_files is not None:
+            command = ["sh", "-c", f'ulimit -n {self.max_open_files}; exec "$@"', "sh", *command]
         process = start_process(name, command, self.folder / f"{name}.log")
         process.address = address
         self.processes = [other for other in self.processes if other.name != name or other.is_running] + [process]

@@ -178,6 +178,10 @@ class SessionClient:
         self.send(session_service_pb2.AttachRequest(submits=[submit]))
         return stream
 
+    def half_close(self) -> None:
+        """Send nothing more, and read on."""
+        self._outgoing.put_nowait(None)
+
     def cancel(self, stream: Stream, reason: int = session_service_pb2.CANCEL_REASON_ABORTED) -> None:
         """End a request."""
         cancel = session_service_pb2.Cancel(handle=stream.handle, reason=reason)  # type: ignore[arg-type]

@@ -24,7 +24,9 @@ class _Connection:
 class TcpProxy:
     """Forwards to one address. Use as an async context manager. *Near* is whoever connects, *far* the target."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, source: str | None = None) -> None:
+        """source: the address that its connections to the target come from; None: the system's choice."""
+        self._source = None if source is None else (source, 0)
         host, _, port = target.rpartition(":")
         self._target = (host, int(port))
         self._server: asyncio.Server | None = None
@@ -85,7 +87,7 @@ class TcpProxy:
         connection = self._connections[task] = _Connection(writer)
         try:
             with suppress(OSError, asyncio.CancelledError):
-                far_reader, connection.far = await asyncio.open_connection(*self._target)
+                far_reader, connection.far = await asyncio.open_connection(*self._target, local_addr=self._source)
                 async with asyncio.TaskGroup() as both:
                     both.create_task(self._forward(connection, reader, connection.far))
                     both.create_task(self._forward(connection, far_reader, writer))

@@ -26,39 +26,39 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from stepfence.v1 import worker_service_pb2 as stepfence_dot_v1_dot_worker__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n stepfence/v1/admin_service.proto\x12\x0cstepfence.v1\x1a\x1egoogle/protobuf/duration.proto\x1a!stepfence/v1/worker_service.proto\"\x12\n\x10GetStatusRequest\"\x88\x03\n\x11GetStatusResponse\x12\x1d\n\x15scheduler_incarnation\x18\x01 \x01(\x06\x12\x0f\n\x07version\x18\x02 \x01(\t\x12.\n\x06policy\x18\x03 \x01(\x0e\x32\x1e.stepfence.v1.SchedulingPolicy\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x17\n\x0fnot_ready_cause\x18\x05 \x01(\t\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x13\n\x0bnum_waiting\x18\x07 \x01(\r\x12\x13\n\x0bnum_skipped\x18\x08 \x01(\r\x12\x13\n\x0bnum_running\x18\t \x01(\r\x12\'\n\x05ranks\x18\n \x03(\x0b\x32\x18.stepfence.v1.RankStatus\x12\x30\n\nfront_ends\x18\x0b \x03(\x0b\x32\x1c.stepfence.v1.FrontEndStatus\x12\x17\n\x0fnum_preemptions\x18\x0c \x01(\x04\x12&\n\x1enum_requeued_after_worker_loss\x18\r \x01(\x04\"\xc0\x02\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.stepfence.v1.RankState\x12\r\n\x05\x63\x61use\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x07 \x01(\r\x12\x19\n\x11num_parked_blocks\x18\x08 \x01(\r\x12\x15\n\rsent_step_seq\x18\t \x01(\x04\x12\x16\n\x0e\x61\x63ked_step_seq\x18\n \x01(\x04\x12\x15\n\rnum_rows_held\x18\x0b \x01(\r\x12\x0c\n\x04host\x18\x0c \x01(\t\x12-\n\x08\x66\x65\x61tures\x18\r \x03(\x0e\x32\x1b.stepfence.v1.WorkerFeature\"[\n\x0e\x46rontEndStatus\x12\x14\n\x0c\x66ront_end_id\x18\x01 \x01(\t\x12\x18\n\x10num_live_streams\x18\x02 \x01(\r\x12\x19\n\x11num_live_requests\x18\x03 \x01(\r\"\x10\n\x0e\x41uditKvRequest\"T\n\x0f\x41uditKvResponse\x12&\n\x05ranks\x18\x01 \x03(\x0b\x32\x17.stepfence.v1.RankAudit\x12\x19\n\x11num_live_requests\x18\x02 \x01(\r\"}\n\tRankAudit\x12\x0c\n\x04rank\x18\x01 \x01(\t\x12\x0e\n\x06usable\x18\x02 \x01(\r\x12\x0c\n\x04\x66ree\x18\x03 \x01(\r\x12\x0c\n\x04held\x18\x04 \x01(\r\x12\x0e\n\x06parked\x18\x05 \x01(\r\x12\x12\n\nconsistent\x18\x06 \x01(\x08\x12\x12\n\nviolations\x18\x07 \x03(\t\";\n\x0c\x44rainRequest\x12+\n\x08\x64\x65\x61\x64line\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x0f\n\rDrainResponse\"2\n\x17ResetPrefixCacheRequest\x12\x17\n\x0fpreempt_running\x18\x01 \x01(\x08\"<\n\x18ResetPrefixCacheResponse\x12\x0f\n\x07success\x18\x01 \x01(\x08\x12\x0f\n\x07message\x18\x02 \x01(\t*q\n\x10SchedulingPolicy\x12!\n\x1dSCHEDULING_POLICY_UNSPECIFIED\x10\x00\x12\x1a\n\x16SCHEDULING_POLICY_FCFS\x10\x01\x12\x1e\n\x1aSCHEDULING_POLICY_PRIORITY\x10\x02*\x83\x01\n\tRankState\x12\x1a\n\x16RANK_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15RANK_STATE_CONNECTING\x10\x01\x12\x11\n\rRANK_STATE_UP\x10\x02\x12\x17\n\x13RANK_STATE_DRAINING\x10\x03\x12\x13\n\x0fRANK_STATE_LOST\x10\x04\x32\xc9\x02\n\x0c\x41\x64minService\x12L\n\tGetStatus\x12\x1e.stepfence.v1.GetStatusRequest\x1a\x1f.stepfence.v1.GetStatusResponse\x12\x46\n\x07\x41uditKv\x12\x1c.stepfence.v1.AuditKvRequest\x1a\x1d.stepfence.v1.AuditKvResponse\x12@\n\x05\x44rain\x12\x1a.stepfence.v1.DrainRequest\x1a\x1b.stepfence.v1.DrainResponse\x12\x61\n\x10ResetPrefixCache\x12%.stepfence.v1.ResetPrefixCacheRequest\x1a&.stepfence.v1.ResetPrefixCacheResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n stepfence/v1/admin_service.proto\x12\x0cstepfence.v1\x1a\x1egoogle/protobuf/duration.proto\x1a!stepfence/v1/worker_service.proto\"\x12\n\x10GetStatusRequest\"\xc4\x03\n\x11GetStatusResponse\x12\x1d\n\x15scheduler_incarnation\x18\x01 \x01(\x06\x12\x0f\n\x07version\x18\x02 \x01(\t\x12.\n\x06policy\x18\x03 \x01(\x0e\x32\x1e.stepfence.v1.SchedulingPolicy\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x17\n\x0fnot_ready_cause\x18\x05 \x01(\t\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x13\n\x0bnum_waiting\x18\x07 \x01(\r\x12\x13\n\x0bnum_skipped\x18\x08 \x01(\r\x12\x13\n\x0bnum_running\x18\t \x01(\r\x12\'\n\x05ranks\x18\n \x03(\x0b\x32\x18.stepfence.v1.RankStatus\x12\x30\n\nfront_ends\x18\x0b \x03(\x0b\x32\x1c.stepfence.v1.FrontEndStatus\x12\x17\n\x0fnum_preemptions\x18\x0c \x01(\x04\x12&\n\x1enum_requeued_after_worker_loss\x18\r \x01(\x04\x12\x1b\n\x13num_computed_tokens\x18\x0e \x01(\x04\x12\x1d\n\x15num_recomputed_tokens\x18\x0f \x01(\x04\"\xc0\x02\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.stepfence.v1.RankState\x12\r\n\x05\x63\x61use\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x07 \x01(\r\x12\x19\n\x11num_parked_blocks\x18\x08 \x01(\r\x12\x15\n\rsent_step_seq\x18\t \x01(\x04\x12\x16\n\x0e\x61\x63ked_step_seq\x18\n \x01(\x04\x12\x15\n\rnum_rows_held\x18\x0b \x01(\r\x12\x0c\n\x04host\x18\x0c \x01(\t\x12-\n\x08\x66\x65\x61tures\x18\r \x03(\x0e\x32\x1b.stepfence.v1.WorkerFeature\"[\n\x0e\x46rontEndStatus\x12\x14\n\x0c\x66ront_end_id\x18\x01 \x01(\t\x12\x18\n\x10num_live_streams\x18\x02 \x01(\r\x12\x19\n\x11num_live_requests\x18\x03 \x01(\r\"\x10\n\x0e\x41uditKvRequest\"T\n\x0f\x41uditKvResponse\x12&\n\x05ranks\x18\x01 \x03(\x0b\x32\x17.stepfence.v1.RankAudit\x12\x19\n\x11num_live_requests\x18\x02 \x01(\r\"}\n\tRankAudit\x12\x0c\n\x04rank\x18\x01 \x01(\t\x12\x0e\n\x06usable\x18\x02 \x01(\r\x12\x0c\n\x04\x66ree\x18\x03 \x01(\r\x12\x0c\n\x04held\x18\x04 \x01(\r\x12\x0e\n\x06parked\x18\x05 \x01(\r\x12\x12\n\nconsistent\x18\x06 \x01(\x08\x12\x12\n\nviolations\x18\x07 \x03(\t\";\n\x0c\x44rainRequest\x12+\n\x08\x64\x65\x61\x64line\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x0f\n\rDrainResponse\"2\n\x17ResetPrefixCacheRequest\x12\x17\n\x0fpreempt_running\x18\x01 \x01(\x08\"<\n\x18ResetPrefixCacheResponse\x12\x0f\n\x07success\x18\x01 \x01(\x08\x12\x0f\n\x07message\x18\x02 \x01(\t*q\n\x10SchedulingPolicy\x12!\n\x1dSCHEDULING_POLICY_UNSPECIFIED\x10\x00\x12\x1a\n\x16SCHEDULING_POLICY_FCFS\x10\x01\x12\x1e\n\x1aSCHEDULING_POLICY_PRIORITY\x10\x02*\x83\x01\n\tRankState\x12\x1a\n\x16RANK_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15RANK_STATE_CONNECTING\x10\x01\x12\x11\n\rRANK_STATE_UP\x10\x02\x12\x17\n\x13RANK_STATE_DRAINING\x10\x03\x12\x13\n\x0fRANK_STATE_LOST\x10\x04\x32\xc9\x02\n\x0c\x41\x64minService\x12L\n\tGetStatus\x12\x1e.stepfence.v1.GetStatusRequest\x1a\x1f.stepfence.v1.GetStatusResponse\x12\x46\n\x07\x41uditKv\x12\x1c.stepfence.v1.AuditKvRequest\x1a\x1d.stepfence.v1.AuditKvResponse\x12@\n\x05\x44rain\x12\x1a.stepfence.v1.DrainRequest\x1a\x1b.stepfence.v1.DrainResponse\x12\x61\n\x10ResetPrefixCache\x12%.stepfence.v1.ResetPrefixCacheRequest\x1a&.stepfence.v1.ResetPrefixCacheResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stepfence.v1.admin_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SCHEDULINGPOLICY']._serialized_start=1371
-  _globals['_SCHEDULINGPOLICY']._serialized_end=1484
-  _globals['_RANKSTATE']._serialized_start=1487
-  _globals['_RANKSTATE']._serialized_end=1618
+  _globals['_SCHEDULINGPOLICY']._serialized_start=1431
+  _globals['_SCHEDULINGPOLICY']._serialized_end=1544
+  _globals['_RANKSTATE']._serialized_start=1547
+  _globals['_RANKSTATE']._serialized_end=1678
   _globals['_GETSTATUSREQUEST']._serialized_start=117
   _globals['_GETSTATUSREQUEST']._serialized_end=135
   _globals['_GETSTATUSRESPONSE']._serialized_start=138
-  _globals['_GETSTATUSRESPONSE']._serialized_end=530
-  _globals['_RANKSTATUS']._serialized_start=533
-  _globals['_RANKSTATUS']._serialized_end=853
-  _globals['_FRONTENDSTATUS']._serialized_start=855
-  _globals['_FRONTENDSTATUS']._serialized_end=946
-  _globals['_AUDITKVREQUEST']._serialized_start=948
-  _globals['_AUDITKVREQUEST']._serialized_end=964
-  _globals['_AUDITKVRESPONSE']._serialized_start=966
-  _globals['_AUDITKVRESPONSE']._serialized_end=1050
-  _globals['_RANKAUDIT']._serialized_start=1052
-  _globals['_RANKAUDIT']._serialized_end=1177
-  _globals['_DRAINREQUEST']._serialized_start=1179
-  _globals['_DRAINREQUEST']._serialized_end=1238
-  _globals['_DRAINRESPONSE']._serialized_start=1240
-  _globals['_DRAINRESPONSE']._serialized_end=1255
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=1257
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=1307
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=1309
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=1369
-  _globals['_ADMINSERVICE']._serialized_start=1621
-  _globals['_ADMINSERVICE']._serialized_end=1950
+  _globals['_GETSTATUSRESPONSE']._serialized_end=590
+  _globals['_RANKSTATUS']._serialized_start=593
+  _globals['_RANKSTATUS']._serialized_end=913
+  _globals['_FRONTENDSTATUS']._serialized_start=915
+  _globals['_FRONTENDSTATUS']._serialized_end=1006
+  _globals['_AUDITKVREQUEST']._serialized_start=1008
+  _globals['_AUDITKVREQUEST']._serialized_end=1024
+  _globals['_AUDITKVRESPONSE']._serialized_start=1026
+  _globals['_AUDITKVRESPONSE']._serialized_end=1110
+  _globals['_RANKAUDIT']._serialized_start=1112
+  _globals['_RANKAUDIT']._serialized_end=1237
+  _globals['_DRAINREQUEST']._serialized_start=1239
+  _globals['_DRAINREQUEST']._serialized_end=1298
+  _globals['_DRAINRESPONSE']._serialized_start=1300
+  _globals['_DRAINRESPONSE']._serialized_end=1315
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=1317
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=1367
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=1369
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=1429
+  _globals['_ADMINSERVICE']._serialized_start=1681
+  _globals['_ADMINSERVICE']._serialized_end=2010
 # @@protoc_insertion_point(module_scope)

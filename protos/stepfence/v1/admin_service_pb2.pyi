@@ -98,6 +98,8 @@ class GetStatusResponse(_message.Message):
     FRONT_ENDS_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     NUM_REQUEUED_AFTER_WORKER_LOSS_FIELD_NUMBER: _builtins.int
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     scheduler_incarnation: _builtins.int
     version: _builtins.str
     policy: Global___SchedulingPolicy.ValueType
@@ -111,6 +113,11 @@ class GetStatusResponse(_message.Message):
     num_running: _builtins.int
     num_preemptions: _builtins.int
     num_requeued_after_worker_loss: _builtins.int
+    num_computed_tokens: _builtins.int
+    """Tokens in the steps that were sent since the start, and those of them that had been computed before: for requests
+    that were preempted, or that a lost worker had.
+    """
+    num_recomputed_tokens: _builtins.int
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankStatus]: ...
     @_builtins.property
@@ -131,10 +138,12 @@ class GetStatusResponse(_message.Message):
         front_ends: _abc.Iterable[Global___FrontEndStatus] | None = ...,
         num_preemptions: _builtins.int = ...,
         num_requeued_after_worker_loss: _builtins.int = ...,
+        num_computed_tokens: _builtins.int = ...,
+        num_recomputed_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "front_ends", b"front_ends", "not_ready_cause", b"not_ready_cause", "num_preemptions", b"num_preemptions", "num_requeued_after_worker_loss", b"num_requeued_after_worker_loss", "num_running", b"num_running", "num_skipped", b"num_skipped", "num_waiting", b"num_waiting", "policy", b"policy", "ranks", b"ranks", "ready", b"ready", "scheduler_incarnation", b"scheduler_incarnation", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "front_ends", b"front_ends", "not_ready_cause", b"not_ready_cause", "num_computed_tokens", b"num_computed_tokens", "num_preemptions", b"num_preemptions", "num_recomputed_tokens", b"num_recomputed_tokens", "num_requeued_after_worker_loss", b"num_requeued_after_worker_loss", "num_running", b"num_running", "num_skipped", b"num_skipped", "num_waiting", b"num_waiting", "policy", b"policy", "ranks", b"ranks", "ready", b"ready", "scheduler_incarnation", b"scheduler_incarnation", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

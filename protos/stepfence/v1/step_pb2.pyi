@@ -268,7 +268,7 @@ class StepResult(_message.Message):
     num_rows_held: _builtins.int
     """Rows the worker now holds (requests in its batch)."""
     staged_us: _builtins.int
-    """Time from receipt to the start of execution, and of the execution itself."""
+    """Time from receipt to the start of execution, behind the steps before it, and of the execution itself."""
     executed_us: _builtins.int
     @_builtins.property
     def error(self) -> Global___StepError:

@@ -386,3 +386,49 @@ async def test_a_scheduler_that_never_says_attached_leaves_the_front_end_not_rea
         assert await under_test.health() == 2
         answer = await refusal(under_test.stub.Generate(text_request(), timeout=30))
         assert answer.reason == "SCHEDULER_UNAVAILABLE"
+
+
+class _HeldContext:
+    """A call whose writes wait until they are let go; keeps what was written, and how it ended."""
+
+    def __init__(self) -> None:
+        self.may_write = asyncio.Event()
+        self.written: list[str] = []
+
+    async def write(self, event: Any) -> None:
+        await self.may_write.wait()
+        self.written.append(str(event.WhichOneof("event")))
+
+    async def abort(self, code: grpc.StatusCode, details: str, trailers: Any) -> None:
+        self.written.append(code.name)
+        raise grpc.aio.AbortError
+
+    def done(self) -> bool:
+        return False
+
+    def peer(self) -> str:
+        return "ipv4:192.0.2.1:1"
+
+    def time_remaining(self) -> float | None:
+        return None
+
+
+@pytest.mark.parametrize("end", ["fails", "is given up"])
+async def test_f132_output_is_written_before_the_status_of_a_failure(end: str) -> None:
+    async with served() as under_test:
+        context: Any = _HeldContext()
+        call = asyncio.create_task(under_test.process._servicer.Generate(text_request(), context))
+        request = await under_test.double.next_request()
+        request.accept()
+        request.send_tokens(b"one", b"two")
+        (generation,) = under_test.process.front_end._live.values()
+        await until(lambda: generation.num_output_tokens == 6)
+        if end == "fails":
+            request.fail(INTERNAL, "WORKER_FAULT")
+        else:
+            under_test.process.front_end.give_up_all()
+        await until(lambda: under_test.process.front_end.num_live == 0)
+        context.may_write.set()
+        with pytest.raises(grpc.aio.AbortError):
+            await call
+        assert context.written == ["accepted", "delta", "delta", "INTERNAL" if end == "fails" else "UNAVAILABLE"]

@@ -35,6 +35,7 @@ from tests.contract.frontend.harness import (
     text_request,
     until,
 )
+from tests.support.deaf_caller import DeafCaller
 from tests.support.session_double import SessionDouble
 
 ROOT = Path(__file__).parents[3]
@@ -205,6 +206,24 @@ async def test_f83_drain_refuses_new_work_and_finishes_what_was_accepted() -> No
         assert (await read_stream(running)).text == "done"
         assert (await queued).text == "too"
         assert await asyncio.wait_for(asyncio.shield(under_test.serving), 30) == 0
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, 600.0])
+async def test_f126_a_client_that_does_not_read_what_has_ended_does_not_hold_a_drain(deadline_s: float) -> None:
+    async with served(drain_deadline_s=deadline_s) as under_test:
+        method = f"/{SERVICE}/Generate"
+        with await asyncio.to_thread(DeafCaller, under_test.address, method, text_request().SerializeToString()):
+            first = await under_test.double.next_request()
+            other = under_test.stub.Generate(text_request(), timeout=60)
+            second = await under_test.double.next_request()
+            for request in (first, second):
+                request.accept()
+                request.send_tokens(b"x")
+                request.end_length()
+            assert (await read_stream(other)).text == "x"
+            assert (under_test.process.front_end.num_live, under_test.process.front_end.num_streams) == (0, 1)
+            under_test.process.stop()
+            assert await asyncio.wait_for(asyncio.shield(under_test.serving), 30) == 0
 
 
 @pytest.mark.parametrize("answers", [True, False])

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from scheduler_svc.rpc.health import HealthServicer as SchedulersHealth
 from scheduler_svc.rpc.message_budget import MessageBudget
-from tests.support.deaf_watcher import DeafWatcher
+from tests.support.deaf_caller import DeafWatcher
 from worker_svc.health import HealthServicer as WorkersHealth
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -14,6 +14,7 @@ from google.rpc import code_pb2, error_details_pb2
 from grpc_status import rpc_status
 
 from scheduler_svc.core.step_bytes import MAX_STOP_TOKEN_IDS
+from scheduler_svc.session import FrontEndSession
 from stepfence.v1 import admin_service_pb2
 from stepfence.v1 import session_service_pb2 as pb
 from tests.support.scheduler_process import RunningScheduler, running_scheduler, until
@@ -319,6 +320,39 @@ async def test_a_silent_front_end_is_given_up(double: WorkerDouble) -> None:
                 await client.ended.wait()
             assert client.status is grpc.StatusCode.DEADLINE_EXCEEDED
         await scheduler.all_free()
+
+
+@pytest.mark.parametrize("half_closes", [False, True])
+async def test_f132_what_is_answered_is_written_before_the_end(
+    scheduler: RunningScheduler, monkeypatch: pytest.MonkeyPatch, half_closes: bool
+) -> None:
+    """The writer is held back until the stream is to end: by a frame that breaks the contract, or by the front end."""
+    may_write = asyncio.Event()
+    may_write.set()
+    next_frame = FrontEndSession.next_frame
+
+    async def late(session: FrontEndSession) -> pb.AttachResponse | None:
+        # Nothing is taken before it may be written.
+        await until(lambda: may_write.is_set() and (session._outgoing or session.is_gone or session.end))
+        return await next_frame(session)
+
+    monkeypatch.setattr(FrontEndSession, "next_frame", late)
+    async with SessionClient(scheduler.address, heartbeat_s=None) as client:
+        (session,) = scheduler.service.hub.sessions
+        await until(lambda: not session._outgoing)
+        may_write.clear()
+        refused = client.submit([], 5)
+        await until(lambda: len(session._outgoing) >= 1)
+        if half_closes:
+            client.half_close()
+        else:
+            client.send(pb.AttachRequest(hello=pb.Hello(front_end_id="again", protocol_revision=2)))
+        await until(lambda: session.is_gone)
+        may_write.set()
+        async with asyncio.timeout(20):
+            await client.ended.wait()
+        assert refused.refused is not None
+        assert client.status is (grpc.StatusCode.OK if half_closes else grpc.StatusCode.INVALID_ARGUMENT)
 
 
 async def test_a_front_end_that_does_not_read_is_ended_and_stops_nobody(double: WorkerDouble) -> None:

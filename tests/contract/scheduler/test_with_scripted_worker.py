@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from scheduler_svc.cli.status import status_lines
 from tests.support.scheduler_process import RunningScheduler, running_scheduler, until
 from tests.support.session_client import LENGTH, SessionClient, Stream
 from tests.support.tcp_proxy import TcpProxy
@@ -55,6 +56,20 @@ async def test_streams_have_the_tokens_of_a_cold_run(depth: int) -> None:
         await scheduler.ready()
         await undisturbed(scheduler)
         assert [rank.epoch for rank in (await scheduler.status()).ranks] == [1]
+
+
+async def test_f110_the_status_says_how_much_was_computed_again() -> None:
+    async with own_worker(num_blocks=24) as worker, running_scheduler(worker.target.address) as scheduler:
+        await scheduler.ready()
+        await undisturbed(scheduler, num=12, num_tokens=30)
+        status, totals = await scheduler.status(), scheduler.core.totals
+        assert status.num_preemptions > 0 and status.num_recomputed_tokens > 0
+        assert (status.num_computed_tokens, status.num_recomputed_tokens) == (
+            totals.num_computed_tokens,
+            totals.num_recomputed_tokens,
+        )
+        share = 100 * status.num_recomputed_tokens / status.num_computed_tokens
+        assert f"tokens computed again ({share:.0f} %)" in status_lines(status)[1]
 
 
 async def test_streams_survive_preemptions_in_a_small_pool() -> None:

@@ -26,6 +26,8 @@ PROJECT: Final = "stepfence-test"
 # How long one docker command may take; building is the longest of them.
 _COMMAND_S: Final = 300.0
 BUILD_S: Final = 1200.0
+# Services that do their work and end.
+_RUN_ONCE: Final = frozenset({"secret", "model"})
 # How long a change of the whole stack may take: health is asked every 10 s.
 PATIENCE_S: Final = 120.0
 
@@ -124,13 +126,13 @@ class Stack:
         docker("image", "rm", "--force", *images, check=False)
 
     def containers(self, service: str = "") -> list[Container]:
-        """Those of one service, or of all that go on running (`secret` runs once), running or not."""
+        """Those of one service, or of all that go on running (`secret` and `model` run once), running or not."""
         filters = ["--filter", f"label=com.docker.compose.project={self.project}"]
         if service:
             filters += ["--filter", f"label=com.docker.compose.service={service}"]
         ids = docker("ps", "--all", "--quiet", "--no-trunc", *filters).stdout.split()
         found = [Container(facts) for facts in json.loads(docker("inspect", *ids).stdout)] if ids else []
-        return [one for one in found if one.service == service or (not service and one.service != "secret")]
+        return [one for one in found if one.service == service or (not service and one.service not in _RUN_ONCE)]
 
     def container(self, service: str) -> Container:
         """The only one of a service."""

@@ -53,7 +53,7 @@ def _config(*arguments: str, **settings: str) -> Any:
 
 def test_only_the_gpu_profile_asks_for_gpus() -> None:
     plain, gpu = _config(), _config("--profile", "gpu")
-    assert set(plain["services"]) == {"secret", "scheduler", "frontend", "worker"}
+    assert set(plain["services"]) == {"secret", "model", "scheduler", "frontend", "worker"}
     asks = {name for name, service in gpu["services"].items() if "reservations" in str(service.get("deploy"))}
     assert asks == {"worker-gpu"}
     (device,) = gpu["services"]["worker-gpu"]["deploy"]["resources"]["reservations"]["devices"]
@@ -151,6 +151,13 @@ def test_one_port_is_published_and_on_loopback_only(stack: Stack) -> None:
     assert networks == {f"{PROJECT}_inside"}
     (inside,) = json.loads(docker("network", "inspect", *networks).stdout)
     assert inside["Internal"]
+
+
+def test_f125_workers_are_on_the_inside_network_only(stack: Stack) -> None:
+    for service in ("worker", "scheduler"):
+        assert set(stack.container(service).facts["NetworkSettings"]["Networks"]) == {f"{PROJECT}_inside"}
+    (fetched,) = stack.containers("model")
+    assert fetched.exit_code == 0 and not fetched.is_running
 
 
 def test_the_image_has_no_torch_no_pip_and_the_pinned_versions(stack: Stack) -> None:

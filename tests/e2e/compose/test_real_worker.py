@@ -10,7 +10,7 @@ import pytest
 from scheduler_svc.cli.ports import free_address
 from stepfence.v1 import generation_service_pb2 as pb
 from tests.e2e.client import connect, generate, sampling
-from tests.e2e.compose.stack import BUILD_S, Stack, docker
+from tests.e2e.compose.stack import BUILD_S, PROJECT, Stack, docker
 from tests.support.processes import wait_until
 
 pytestmark = [pytest.mark.compose, pytest.mark.model, pytest.mark.timeout(1500)]
@@ -43,12 +43,21 @@ def real() -> Iterator[Stack]:
 
 
 def test_the_model_is_fetched_once_with_progress_in_the_log(real: Stack) -> None:
-    logs = [docker("logs", worker.id).stderr for worker in real.containers("worker")]
-    assert len(logs) == 3
-    told = [[json.loads(line)["message"] for line in log.splitlines()] for log in logs]
-    (fetched,) = [messages for messages in told if any("downloading" in message for message in messages)]
+    fetched, *loaded = [
+        [json.loads(line)["message"] for line in docker("logs", found.id).stderr.splitlines()]
+        for found in (*real.containers("model"), *real.containers("worker"))
+    ]
     assert any(message.endswith(": 50 %") for message in fetched) and any("converting" in m for m in fetched)
-    assert all("ready" in messages for messages in told)
+    assert len(loaded) == 3
+    for messages in loaded:
+        assert "ready" in messages and not any("downloading" in message for message in messages)
+
+
+def test_f125_only_the_service_that_fetches_the_model_can_reach_the_world(real: Stack) -> None:
+    (model,) = real.containers("model")
+    assert set(model.facts["NetworkSettings"]["Networks"]) == {f"{PROJECT}_outside"} and model.exit_code == 0
+    for worker in real.containers("worker"):
+        assert set(worker.facts["NetworkSettings"]["Networks"]) == {f"{PROJECT}_inside"}
 
 
 def test_containers_of_the_real_worker_can_do_no_more_than_they_must(real: Stack) -> None:
@@ -78,8 +87,7 @@ async def test_it_answers(real: Stack) -> None:
 async def test_a_second_start_fetches_nothing(real: Stack) -> None:
     real.compose("down")
     real.up()
-    (worker,) = real.containers("worker")
-    log = docker("logs", worker.id).stderr
+    log = "".join(docker("logs", found.id).stderr for found in (*real.containers("model"), *real.containers("worker")))
     assert "downloading" not in log and "converting" not in log
     request = pb.GenerateRequest(text="The capital of France is", sampling=sampling(max_tokens=12))
     async with connect(real.address) as stub:

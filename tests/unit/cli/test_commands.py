@@ -62,7 +62,9 @@ def test_flags_become_settings_and_the_services_exit_code_is_the_commands(monkey
 def test_every_setting_survives_the_way_over_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = SchedulerSettings(worker=("a:1", "b:2"), max_preemptions=None, metrics_listen=None, watermark=0.5)
     assert _capture(monkeypatch, "scheduler", *as_flags(scheduler)) == (7, [scheduler])
-    frontend = FrontendSettings(listen="127.0.0.1:0", max_prompt_bytes=5)
+    frontend = FrontendSettings(
+        listen="127.0.0.1:0", max_prompt_bytes=5, max_calls_per_peer=None, gateway=("10.0.0.0/8", "2001:db8::1")
+    )
     assert _capture(monkeypatch, "frontend", *as_flags(frontend)) == (7, [frontend])
 
 
@@ -200,6 +202,7 @@ def test_help_names_what_kind_of_value_a_flag_takes(
         "SHARE": {"--watermark", "--gpu-memory-utilization"},
         "FILE": {"--config", "--record", "--cluster-secret-file"},
         "JSON": {"--script"},
+        "ADDRESS": {"--gateway"},
         "BYTES": {"--max-prompt-bytes", "--kv-memory"},
         "NAME": {"--model", "--runner", "--device", "--dtype", "--policy", "--log-format"},
         "HOST:PORT": {"--listen", "--scheduler-listen", "--worker-listen", "--metrics-listen"},
@@ -285,7 +288,20 @@ def test_the_worker_and_fetch_model_explain_themselves() -> None:
     assert _run("fetch-model", "--help").returncode == 0
     unknown = _run("fetch-model", "no-such-model")
     assert (unknown.returncode, unknown.stdout) == (2, "")
-    assert unknown.stderr == "stepfence fetch-model: unknown model 'no-such-model'; known: smollm2\n"
+    assert unknown.stderr == (
+        "stepfence fetch-model: unknown model 'no-such-model', and no such path; known: smollm2\n"
+    )
+
+
+def test_f125_fetch_model_takes_the_model_of_the_environment_and_leaves_paths_alone(tmp_path: Path) -> None:
+    """As the service of the compose file calls it."""
+    model = tmp_path / "model.gguf"
+    model.touch()
+    found = _run("fetch-model", environment={"STEPFENCE_MODEL": str(model)})
+    assert (found.returncode, found.stdout, found.stderr) == (0, f"{model}\n", "")
+    unknown = _run("fetch-model", environment={"STEPFENCE_MODEL": "gpt-17"})
+    assert unknown.returncode == 2 and "'gpt-17'" in unknown.stderr
+    assert "smollm2]" in " ".join(_run("fetch-model", "--help").stdout.split())
 
 
 def test_the_workers_help_and_errors_speak_of_the_command_that_was_called() -> None:

@@ -11,10 +11,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from scheduler_svc.cli import up
+from scheduler_svc.cli import restarts, up
 from scheduler_svc.cli.merged_log import MergedLog
 from scheduler_svc.cli.part import Part, tethered
 from scheduler_svc.cli.ports import free_address
@@ -202,3 +203,32 @@ def test_a_part_whose_parent_is_gone_already_does_not_start() -> None:
     command = [sys.executable, "-m", "scheduler_svc.cli.tether", "1", sys.executable, "-c", "print('started')"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (answer.returncode, answer.stdout) == (1, "")
+
+
+class _Unforkable:
+    """A part of which no process can be made, for some attempts; then `up` is ending."""
+
+    name = "frontend"
+
+    def __init__(self, num_failures: int) -> None:
+        self.num_left = num_failures
+
+    async def start(self) -> bool:
+        if not self.num_left:
+            return False
+        self.num_left -= 1
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+
+async def test_a_part_of_which_no_process_can_be_made_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(restarts, "PAUSES_S", (0.0,))
+    free = "127.0.0.1:0"
+    running = up._Up(UpSettings(runner="scripted", workers=0, listen=free, scheduler_listen=free, metrics_listen=None))
+    running._ready_once = True
+    part: Any = _Unforkable(2)
+    await asyncio.wait_for(running._keep(part), 30)
+    assert part.num_left == 0
+    said = capsys.readouterr().err
+    assert said.count("no process could be made for it: Resource temporarily unavailable): starting it again") == 2

@@ -337,3 +337,9 @@ def test_f104_true_stays_true_where_it_is_meant(tmp_path: Path) -> None:
     assert not SchedulerSettings.load(
         {}, _file(tmp_path, "[scheduler]\nenable_prefix_caching = false\n")
     ).enable_prefix_caching
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size", "cpu_offload_gb"])
+def test_f109_what_one_worker_cannot_do_is_not_promised_of_several(name: str) -> None:
+    for answer in (REPLACEMENTS[name], WORKER_REPLACEMENTS[name]):
+        assert "one device" in answer and "start more workers" not in answer

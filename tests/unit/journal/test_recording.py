@@ -102,12 +102,13 @@ def test_what_was_recorded_is_in_the_file_when_the_rank_has_nothing_more_to_do(t
     recorder.close()
 
 
-def test_an_earlier_recording_is_kept_once(tmp_path: Path) -> None:
+def test_earlier_recordings_are_kept(tmp_path: Path) -> None:
     for now in (1.0, 2.0, 3.0):
         record(tmp_path / "r", Tick(now))
     assert read_back(tmp_path / "r") == [Tick(3.0)]
-    assert read_back(tmp_path / "r.previous") == [Tick(2.0)]
-    assert len(list(tmp_path.iterdir())) == 2
+    assert read_back(tmp_path / "r.1") == [Tick(1.0)]
+    assert read_back(tmp_path / "r.2") == [Tick(2.0)]
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_only_its_user_may_read_a_recording(tmp_path: Path) -> None:

@@ -169,6 +169,47 @@ def test_the_beneficiary_and_the_refused_are_told_too(tmp_path: Path) -> None:
     assert (code, "no such request is in the recording" in text) == (1, True)
 
 
+def story_of(path: Path, request_id: str) -> list[str]:
+    """The sentences, without their times."""
+    code, text = replayed(path, explain=request_id)
+    assert code == 0
+    return [line.split(" s  ", 1)[1] for line in text.partition("\n\n")[0].splitlines()[1:]]
+
+
+def waiting_run(path: Path) -> Path:
+    """a runs and holds all blocks but one; the others wait behind each other, and each is given up in its turn."""
+    told = Told(path, CONFIG)
+    told.handle(RankJoined("w", 1, 5, 64, 1000))
+    told.handle(arrival("a", 9, 6), arrival("b", 7, 6), arrival("c", 7, 6), arrival("d", 3, 6))
+    told.schedule("w")
+    for name in ("b", "c"):
+        told.handle(RequestAborted(name, AbortCause.CLIENT_GONE))
+        told.handle(StepAcked("w", 1, told.scheduler.state.ranks["w"].window.newest_step, [500]))
+        told.schedule("w")
+    told.recorder.close()
+    return path
+
+
+def test_f108_the_story_names_each_request_that_one_waits_behind(tmp_path: Path) -> None:
+    waits = [sentence for sentence in story_of(waiting_run(tmp_path / "r"), "d") if sentence.startswith("waits: ")]
+    assert waits[0].startswith("waits: behind b, which waits: ")
+    assert waits[1].startswith("waits: behind c, which waits: ")
+
+
+def test_f108_an_id_that_is_used_again_waits_for_its_own_reasons(tmp_path: Path) -> None:
+    told = Told(tmp_path / "r", CONFIG)
+    told.handle(RankJoined("w", 1, 5, 64, 1000))
+    told.handle(arrival("a", 9, 6), arrival("b", 7, 6), arrival("c", 3, 6))
+    told.schedule("w")
+    told.handle(RequestAborted("c", AbortCause.CLIENT_GONE))
+    told.handle(arrival("c", 3, 6))
+    told.handle(StepAcked("w", 1, 1, [500]))
+    told.schedule("w")
+    told.recorder.close()
+    sentences = story_of(tmp_path / "r", "c")
+    assert sum(sentence.startswith("waits: behind b") for sentence in sentences) == 2, sentences
+
+
 def test_the_summary_counts(tmp_path: Path) -> None:
     code, text = replayed(small_run(tmp_path / "r"))
     assert code == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -87,10 +88,11 @@ class _Setup:
 
 
 @asynccontextmanager
-async def _setup(*, launches_ahead: bool) -> AsyncIterator[_Setup]:
+async def _setup(*, launches_ahead: bool, clock_ns: Callable[[], int] = time.monotonic_ns) -> AsyncIterator[_Setup]:
     runner = _Runner(launches_ahead=launches_ahead)
     answers: list[StepAnswer] = []
-    setup = _Setup(runner, Executor(lambda: runner, lambda _, answer: answers.append(answer)), answers)
+    executor = Executor(lambda: runner, lambda _, answer: answers.append(answer), clock_ns=clock_ns)
+    setup = _Setup(runner, executor, answers)
     await setup.executor.start()
     try:
         yield setup
@@ -112,6 +114,24 @@ async def test_a_step_is_launched_before_the_one_before_is_collected() -> None:
         setup.runner.gates[1].set()
         await setup.until(lambda: len(setup.answers) == 2)
         assert [answer.step_seq for answer in setup.answers] == [1, 2]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_f117_a_step_that_waits_for_the_one_before_it_is_not_executed_meanwhile(fails: bool) -> None:
+    now_ms = 0
+    async with _setup(launches_ahead=True, clock_ns=lambda: now_ms * 1_000_000) as setup:
+        epoch, steps = await setup.epoch(), Steps()
+        setup.runner.gates |= {1: threading.Event(), 2: threading.Event()}
+        if fails:
+            setup.runner.collect_failures[2] = StepFailed("no")
+        for _ in range(2):
+            setup.executor.submit(epoch, steps.next())
+        await setup.until(lambda: "launch 2" in setup.runner.events)
+        for step_seq, ended_ms in ((1, 10), (2, 13)):
+            now_ms = ended_ms
+            setup.runner.gates[step_seq].set()
+            await setup.until(lambda: len(setup.answers) == step_seq)  # noqa: B023
+        assert [(answer.staged_us, answer.executed_us) for answer in setup.answers] == [(0, 10_000), (10_000, 3_000)]
 
 
 async def test_a_runner_that_works_in_launch_answers_each_step_before_the_next() -> None:

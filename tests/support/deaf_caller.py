@@ -1,4 +1,4 @@
-"""A client of Health.Watch that never takes a byte of an answer: its HTTP/2 window is 0 and stays 0."""
+"""A client that never takes a byte of an answer: its HTTP/2 window is 0 and stays 0."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ import h2.settings
 from tests.support.wire import bytes_field
 
 
-class DeafWatcher:
-    """Watches a service at HOST:PORT for the length of the `with`; the connection itself stays alive."""
+class DeafCaller:
+    """Calls a method ("/package.Service/Method") at HOST:PORT with one encoded message, and does not read for the
+    length of the `with`; the connection itself stays alive."""
 
-    def __init__(self, address: str, service: str) -> None:
+    def __init__(self, address: str, method: str, message: bytes) -> None:
         host, _, port = address.rpartition(":")
         self._socket = socket.create_connection((host, int(port)), timeout=30)
         self._connection = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
@@ -28,7 +29,7 @@ class DeafWatcher:
             client=True, initial_values={h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 0}
         )
         self._connection.initiate_connection()
-        self._request(service)
+        self._request(method, message)
         # The server has taken the settings, and then the request, which it may answer from now on.
         self._settings_taken = threading.Event()
         self.num_answer_bytes = 0
@@ -36,16 +37,15 @@ class DeafWatcher:
         self._reader.start()
         assert self._settings_taken.wait(30), "the server does not speak HTTP/2"
 
-    def _request(self, service: str) -> None:
+    def _request(self, method: str, message: bytes) -> None:
         headers = [
             (":method", "POST"),
             (":scheme", "http"),
-            (":path", "/grpc.health.v1.Health/Watch"),
+            (":path", method),
             (":authority", "localhost"),
             ("content-type", "application/grpc"),
             ("te", "trailers"),
         ]
-        message = bytes_field(1, service.encode())
         self._connection.send_headers(1, headers)
         self._connection.send_data(1, b"\0" + len(message).to_bytes(4, "big") + message, end_stream=True)
         self._socket.sendall(self._connection.data_to_send())
@@ -77,3 +77,10 @@ class DeafWatcher:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._reader.join(10)
         self._socket.close()
+
+
+class DeafWatcher(DeafCaller):
+    """Watches the health of a service."""
+
+    def __init__(self, address: str, service: str) -> None:
+        super().__init__(address, "/grpc.health.v1.Health/Watch", bytes_field(1, service.encode()))
