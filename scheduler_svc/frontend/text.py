@@ -16,10 +16,12 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from scheduler_svc.frontend.calls import ChatMessage
-from scheduler_svc.frontend.chat import ChatTemplate, check_roles
+from scheduler_svc.frontend.chat import chat_renderer, check_roles
 from scheduler_svc.frontend.containment import contained
-from scheduler_svc.frontend.errors import ChatError, TokenizerError
+from scheduler_svc.frontend.errors import TokenizerError
 from scheduler_svc.frontend.output_text import TokenDecoder
+from scheduler_svc.frontend.template_process import Piece
+from scheduler_svc.frontend.token_bounds import max_token_bytes
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 CONFIG_FILE: Final = "tokenizer_config.json"
@@ -45,9 +47,17 @@ class Tokenizer(Protocol):
         text are text."""
         ...
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Ids of a conversation up to where the assistant answers. Special tokens written in a message are text. Raises
+    def render_chat(self, messages: Sequence[ChatMessage]) -> list[Piece]:
+        """The prompt of a conversation up to where the assistant answers, in pieces. Waits for another process. Raises
         ChatError."""
+        ...
+
+    def encode_pieces(self, pieces: Sequence[Piece]) -> list[int]:
+        """Ids of a rendered conversation. Special tokens written in a message are text."""
+        ...
+
+    def fewest_tokens(self, num_bytes: int, *, is_chat: bool) -> int:
+        """No text, or rendered chat, of so many bytes of UTF-8 has fewer tokens. 0 when that is not known."""
         ...
 
     def decoder(self, prompt_token_ids: Sequence[int]) -> TokenDecoder:
@@ -57,7 +67,7 @@ class Tokenizer(Protocol):
 
 def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     """A tokenizer from the model's files by name, tried out. Takes up to seconds. Raises TokenizerError, whatever is
-    wrong with the files."""
+    wrong with the files; but a chat template that cannot be used is logged, and chats are refused."""
     tokenizer = contained(lambda: _load(files), kept=(TokenizerError,))
     try:
         contained(lambda: _try_out(tokenizer))
@@ -79,10 +89,8 @@ def _load(files: Mapping[str, bytes]) -> Tokenizer:
         if BYTE_TOKENIZER_FILE in files:
             return ByteTokenizer(_object(files[BYTE_TOKENIZER_FILE], BYTE_TOKENIZER_FILE))
         if TOKENIZER_FILE in files:
-            template = files[TEMPLATE_FILE].decode() if TEMPLATE_FILE in files else None
-            return HuggingFaceTokenizer(
-                files[TOKENIZER_FILE], _object(files.get(CONFIG_FILE, b"{}"), CONFIG_FILE), template
-            )
+            config = _object(files.get(CONFIG_FILE, b"{}"), CONFIG_FILE)
+            return HuggingFaceTokenizer(files[TOKENIZER_FILE], config, files.get(TEMPLATE_FILE))
     except UnicodeDecodeError as error:
         raise TokenizerError(f"not UTF-8: {error}") from error
     raise TokenizerError(f"no {TOKENIZER_FILE} and no {BYTE_TOKENIZER_FILE} among: {', '.join(files) or 'no files'}")
@@ -250,21 +258,28 @@ class HuggingFaceTokenizer:
     """`tokenizer.json`, with what `tokenizer_config.json` says about bos, eos and the chat template; equal to
     transformers' fast tokenizers, except that special tokens in a client's text are text."""
 
-    def __init__(self, tokenizer_json: bytes, config: Mapping[str, Any], template: str | None) -> None:
-        """template: chat_template.jinja, which comes before the one of the configuration. Raises TokenizerError."""
+    def __init__(self, tokenizer_json: bytes, config: Mapping[str, Any], template: bytes | None) -> None:
+        """template: chat_template.jinja, which comes before the one of the configuration. One that cannot be used is
+        logged, and chats are refused. Raises TokenizerError."""
         self._plain = _parse(tokenizer_json)
         self._plain.encode_special_tokens = True
         self._with_special = _parse(tokenizer_json)
-        self._named = _named_tokens(config)
+        named = _named_tokens(config)
         if "add_bos_token" in config or "add_eos_token" in config:
-            self._plain.post_processor = _bos_eos_processor(self._plain, config, self._named)
+            self._plain.post_processor = _bos_eos_processor(self._plain, config, named)
         added = self._plain.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._special = tuple(token.content for token in added.values() if token.special and token.content)
-        source = template if template is not None else _configured_template(config)
-        self._chat = None if source is None else ChatTemplate(source, self._named)
+        special = [token.content for token in added.values() if token.special and token.content]
+        if template is not None:
+            self._chat = chat_renderer(TEMPLATE_FILE, template, named, special)
+        else:
+            self._chat = chat_renderer(f"in {CONFIG_FILE}", config.get("chat_template"), named, special)
+        description = json.loads(tokenizer_json)
+        self._max_token_bytes = {
+            is_chat: max_token_bytes(description, _ALPHABET, special=is_chat) for is_chat in (False, True)
+        }
         self._added = {token_id: token.content for token_id, token in added.items() if not token.special}
-        decoder_types = _decoder_types(tokenizer_json)
+        decoder_types = _decoder_types(description.get("decoder") or {})
         # The bytes of the tokens so far asked for.
         self._bytes: dict[int, bytes] | None = {} if decoder_types == ["ByteLevel"] else None
         self._byte_ids = self._byte_tokens() if "ByteFallback" in decoder_types else []
@@ -273,12 +288,17 @@ class HuggingFaceTokenizer:
     def encode_text(self, text: str) -> list[int]:
         return _encode(self._plain, text, add_special_tokens=True)
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def render_chat(self, messages: Sequence[ChatMessage]) -> list[Piece]:
         check_roles(messages)
-        if self._chat is None:
-            raise ChatError("the model has no chat template; send text or token ids")
+        return self._chat.render_pieces(messages)
+
+    def fewest_tokens(self, num_bytes: int, *, is_chat: bool) -> int:
+        most = self._max_token_bytes[is_chat]
+        return 0 if most is None else -(-num_bytes // most)
+
+    def encode_pieces(self, pieces: Sequence[Piece]) -> list[int]:
         token_ids: list[int] = []
-        for piece in self._chat.render_pieces(messages, self._special):
+        for piece in pieces:
             tokenizer = self._plain if piece.plain else self._with_special
             token_ids += _encode(tokenizer, piece.text, add_special_tokens=False)
         return token_ids
@@ -331,18 +351,25 @@ class ByteTokenizer:
         if not isinstance(special, dict) or not all(isinstance(value, int) for value in special.values()):
             raise TokenizerError(f"{BYTE_TOKENIZER_FILE}: special_tokens must be an object of texts and ids")
         self._special: dict[str, int] = {text: token_id for text, token_id in special.items() if text}
-        source = description.get("chat_template")
-        self._chat = ChatTemplate(source, _named_tokens(description)) if isinstance(source, str) else None
+        # Alternatives are tried in order: the longest wins. Without special tokens nothing matches.
+        longest_first = sorted(self._special, key=len, reverse=True)
+        self._special_pattern = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        named, source = _named_tokens(description), description.get("chat_template")
+        self._chat = chat_renderer(f"in {BYTE_TOKENIZER_FILE}", source, named, tuple(self._special))
 
     def encode_text(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def render_chat(self, messages: Sequence[ChatMessage]) -> list[Piece]:
         check_roles(messages)
-        if self._chat is None:
-            raise ChatError("the model has no chat template; send text or token ids")
+        return self._chat.render_pieces(messages)
+
+    def fewest_tokens(self, num_bytes: int, *, is_chat: bool) -> int:
+        return -(-num_bytes // (max(map(len, map(str.encode, self._special)), default=1) if is_chat else 1))
+
+    def encode_pieces(self, pieces: Sequence[Piece]) -> list[int]:
         token_ids: list[int] = []
-        for piece in self._chat.render_pieces(messages, tuple(self._special)):
+        for piece in pieces:
             token_ids += list(piece.text.encode()) if piece.plain else self._encode_with_special(piece.text)
         return token_ids
 
@@ -351,15 +378,10 @@ class ByteTokenizer:
 
     def _encode_with_special(self, text: str) -> list[int]:
         token_ids: list[int] = []
-        while text:
-            found = [(position, -len(name), name) for name in self._special if (position := text.find(name)) >= 0]
-            if not found:
-                break
-            position, _, name = min(found)
-            token_ids += text[:position].encode()
-            token_ids.append(self._special[name])
-            text = text[position + len(name) :]
-        return token_ids + list(text.encode())
+        for index, part in enumerate(self._special_pattern.split(text)):
+            # Texts and special tokens in turn.
+            token_ids += [self._special[part]] if index % 2 else part.encode()
+        return token_ids
 
 
 def _single_byte(token_id: int) -> bytes:
@@ -423,17 +445,7 @@ def _bos_eos_processor(
     return TemplateProcessing(single=single, pair=[*single, "$B"], special_tokens=special)
 
 
-def _configured_template(config: Mapping[str, Any]) -> str | None:
-    source = config.get("chat_template")
-    if isinstance(source, list):
-        source = next(
-            (entry.get("template") for entry in source if isinstance(entry, dict) and entry.get("name") == "default"),
-            None,
-        )
-    return source if isinstance(source, str) else None
-
-
-def _decoder_types(tokenizer_json: bytes) -> list[str]:
+def _decoder_types(description: Mapping[str, Any]) -> list[str]:
     """The types of the decoders, in the order in which they act."""
 
     def flattened(decoder: Any) -> Iterator[str]:
@@ -443,7 +455,7 @@ def _decoder_types(tokenizer_json: bytes) -> list[str]:
         else:
             yield str(decoder.get("type"))
 
-    return list(flattened(json.loads(tokenizer_json).get("decoder") or {}))
+    return list(flattened(description))
 
 
 def _printable_bytes() -> dict[str, int]:
