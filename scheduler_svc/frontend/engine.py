@@ -8,7 +8,6 @@ import random
 import re
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
 from typing import Final, TypeVar
 
 from scheduler_svc.frontend.calls import (
@@ -36,9 +35,11 @@ from scheduler_svc.frontend.errors import (
 from scheduler_svc.frontend.generation import Generation
 from scheduler_svc.frontend.limits import Limits
 from scheduler_svc.frontend.output_text import OutputAssembler
+from scheduler_svc.frontend.prompt_lanes import Lane, PromptLanes
 from scheduler_svc.frontend.resolve import (
     check_model,
     check_parameters,
+    check_prompt_bytes,
     check_prompt_ids,
     check_prompt_length,
     resolve_sampling,
@@ -57,16 +58,17 @@ _DRAWN_ID: Final = re.compile(_DRAWN_PREFIX + "[0-9a-f]{32}")
 class FrontEnd:
     """Starts, finds and ends the requests of this front end.
 
-    executor: where long texts are tokenized; None: on the spot (for simulations, where threads would be chance).
+    lanes: where chats are rendered and long texts tokenized; None: on the spot (for simulations, where threads would be
+    chance).
     """
 
     def __init__(
-        self, session: SessionClient, *, limits: Limits, rng: random.Random, executor: Executor | None = None
+        self, session: SessionClient, *, limits: Limits, rng: random.Random, lanes: PromptLanes | None = None
     ) -> None:
         self._session = session
         self.limits = limits
         self._rng = rng
-        self._executor = executor
+        self._lanes = lanes
         self._live: dict[str, Generation] = {}
         # Those of the live ids that their clients chose.
         self._chosen_ids: set[str] = set()
@@ -223,20 +225,24 @@ class FrontEnd:
         return token_ids
 
     async def _encode_text(self, text: str, served: ServedModel) -> array[int]:
-        tokenizer = _needed(served.tokenizer, "text")
+        tokenizer, model = _needed(served.tokenizer, "text"), served.description
         num_bytes = len(text.encode())
         self._check_size(num_bytes, "text")
-        return await self._beside(num_bytes, lambda: self._checked(tokenizer.encode_text(text), served.description))
+        check_prompt_bytes(num_bytes, tokenizer.fewest_tokens(num_bytes, is_chat=False), model)
+        return await self._tokenized(num_bytes, lambda: self._checked(tokenizer.encode_text(text), model))
 
     async def _encode_chat(self, prompt: ChatPrompt, served: ServedModel) -> array[int]:
-        tokenizer = _needed(served.tokenizer, "chat")
+        tokenizer, model = _needed(served.tokenizer, "chat"), served.description
         num_bytes = sum(len(m.role.encode()) + len(m.content.encode()) for m in prompt.messages)
         self._check_size(num_bytes, "chat")
-        messages, model = prompt.messages, served.description
         try:
-            return await self._beside(num_bytes, lambda: self._checked(tokenizer.encode_chat(messages), model))
+            pieces = await self._beside(Lane.CHATS, num_bytes, lambda: tokenizer.render_chat(prompt.messages))
         except ChatError as error:
             raise invalid((Violation("chat", str(error)),), "INVALID_CHAT") from error
+        # What a template leaves out does not count.
+        num_bytes = sum(len(piece.text.encode()) for piece in pieces)
+        check_prompt_bytes(num_bytes, tokenizer.fewest_tokens(num_bytes, is_chat=True), model)
+        return await self._tokenized(num_bytes, lambda: self._checked(tokenizer.encode_pieces(pieces), model))
 
     def _checked(self, token_ids: Sequence[int], model: ModelDescription) -> array[int]:
         """The ids of a prompt as int32, once they are known to fit into the model. Raises RequestError."""
@@ -249,13 +255,16 @@ class FrontEnd:
             violation = Violation(field, f"has {num_bytes} bytes; at most {limit}")
             raise invalid((violation,), "PROMPT_TOO_LARGE", num_bytes=num_bytes, max_bytes=limit)
 
-    async def _beside(self, num_bytes: int, work: Callable[[], T]) -> T:
+    async def _tokenized(self, num_bytes: int, work: Callable[[], T]) -> T:
+        if self._lanes is None or num_bytes <= self.limits.max_inline_text_bytes:
+            return contained(work, kept=(RequestError,))
+        return await self._beside(self._lanes.lane_for(num_bytes), num_bytes, work)
+
+    async def _beside(self, lane: Lane, num_bytes: int, work: Callable[[], T]) -> T:
         def safe() -> T:
             return contained(work, kept=(ChatError, RequestError))
 
-        if self._executor is None or num_bytes <= self.limits.max_inline_text_bytes:
-            return safe()
-        return await asyncio.get_running_loop().run_in_executor(self._executor, safe)
+        return safe() if self._lanes is None else await self._lanes.run(lane, num_bytes, safe)
 
     # --- the end ---
 

@@ -42,8 +42,13 @@ class Limits:
     # deadlines up by as much as one in a hundred on the way.
     deadline_margin_s: float = 0.05
     deadline_margin_part: float = 0.01
-    # Texts up to this length are tokenized on the spot, longer ones in a thread.
+    # Texts up to this length are tokenized on the spot, longer ones in a thread ...
     max_inline_text_bytes: int = 2048
+    # ... one for those up to this length, which takes a tenth of a second, and one for longer ones ...
+    max_short_prompt_bytes: int = 64 << 10
+    # ... and in front of each thread, so many wait at most, and so much of them together. The same for chats.
+    max_waiting_prompts: int = 1024
+    max_waiting_prompt_bytes: int = 8 << 20
     # Token ids copied from a message before others get their turn.
     max_ids_at_once: int = 32_768
 

@@ -42,6 +42,23 @@ def check_prompt_ids(num_prompt_tokens: int, largest: int, model: ModelDescripti
         raise invalid((Violation("token_ids.ids", description),))
 
 
+def check_prompt_bytes(num_bytes: int, fewest_tokens: int, model: ModelDescription) -> None:
+    """Refuses, before it is tokenized, a prompt that cannot fit into the model. fewest_tokens: no text of so many bytes
+    has fewer. Raises RequestError."""
+    if fewest_tokens >= model.max_model_len:
+        description = (
+            f"has {num_bytes} bytes, which are at least {fewest_tokens} tokens; the model holds {model.max_model_len}, "
+            "at least one for output"
+        )
+        raise invalid(
+            (Violation("prompt", description),),
+            "PROMPT_TOO_LONG",
+            num_bytes=num_bytes,
+            fewest_tokens=fewest_tokens,
+            max_model_len=model.max_model_len,
+        )
+
+
 def check_prompt_length(num_prompt_tokens: int, model: ModelDescription, limits: Limits) -> None:
     """Raises RequestError."""
     if num_prompt_tokens >= model.max_model_len:

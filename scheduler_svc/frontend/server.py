@@ -9,9 +9,7 @@ import os
 import random
 import signal
 import socket
-import threading
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
@@ -26,9 +24,10 @@ from scheduler_svc.frontend.api import GenerationServicer
 from scheduler_svc.frontend.engine import FrontEnd
 from scheduler_svc.frontend.gate import CallGate
 from scheduler_svc.frontend.limits import Limits
+from scheduler_svc.frontend.prompt_lanes import Lane, PromptLanes
 from scheduler_svc.frontend.session_client import SessionClient, SessionTiming
 from scheduler_svc.frontend.session_transport import GrpcTransport
-from scheduler_svc.frontend.text import Tokenizer, load_tokenizer
+from scheduler_svc.frontend.text import load_tokenizer
 from scheduler_svc.rpc import channels, descriptors
 from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from scheduler_svc.rpc.health import HealthServicer
@@ -42,8 +41,6 @@ EXIT_CUT_OFF: Final = 3
 _HEALTH_SERVICE: Final = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 SERVICE: Final = generation_service_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
-# Tokenizing is the only thing done in threads; more would take the cores from the loop.
-_NUM_TOKENIZING_THREADS: Final = 2
 # Seconds for calls that were cut off to take their last message.
 _FAREWELL_S: Final = 1.0
 # Seconds in which a client that reads takes something of what waits for it.
@@ -88,26 +85,25 @@ class FrontEndProcess:
 
     async def serve(self, *, signals: bool = False) -> int:
         """Until `stop` and the drain that follows; the exit code. signals: SIGINT and SIGTERM call `stop`."""
-        executor = ThreadPoolExecutor(_NUM_TOKENIZING_THREADS, thread_name_prefix="tokenize")
-        _start_threads(executor)
+        lanes = PromptLanes(self._limits)
         transport = GrpcTransport(self._settings.scheduler, self._secret)
         session = SessionClient(
             transport,
-            lambda files: _load_tokenizer(executor, files),
+            lambda files: lanes.run(Lane.LONG, 0, lambda: load_tokenizer(files)),
             front_end_id=f"{socket.gethostname()}-{os.getpid()}-{self._rng.getrandbits(16):04x}",
             rng=self._rng,
             limits=self._limits,
             timing=SessionTiming(scheduler_grace_s=self._settings.scheduler_grace_s),
         )
         session.on_change = self._readiness_changed.set
-        self.front_end = FrontEnd(session, limits=self._limits, rng=self._rng, executor=executor)
+        self.front_end = FrontEnd(session, limits=self._limits, rng=self._rng, lanes=lanes)
         try:
             server, checks = self._build_server()
         except OSError as error:
             told = "cannot listen on %s: choose another address with --listen"
             log.error(told, self._settings.listen, extra={"cause": str(error)})
             await transport.close()
-            executor.shutdown(wait=False)
+            lanes.close()
             return EXIT_FATAL
         await server.start()
         tasks = [asyncio.create_task(session.run()), asyncio.create_task(self._keep_health(checks))]
@@ -121,7 +117,7 @@ class FrontEndProcess:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await transport.close()
-            executor.shutdown(wait=False, cancel_futures=True)
+            lanes.close()
 
     def stop(self, exit_at_once: int = 128 + signal.SIGTERM) -> None:
         """As a signal: drain; called again, end at once with the given exit code."""
@@ -237,14 +233,3 @@ class FrontEndProcess:
         while self.front_end.num_live or num_taken != self._servicer.num_events_taken:
             num_taken = -1 if self.front_end.num_live else self._servicer.num_events_taken
             await asyncio.sleep(_UNREAD_S)
-
-
-def _start_threads(executor: ThreadPoolExecutor) -> None:
-    """Have all threads now: later, the machine may have none to give, and a call would fail for it."""
-    together = threading.Barrier(_NUM_TOKENIZING_THREADS)
-    for _ in range(_NUM_TOKENIZING_THREADS):
-        executor.submit(together.wait)
-
-
-async def _load_tokenizer(executor: ThreadPoolExecutor, files: Mapping[str, bytes]) -> Tokenizer:
-    return await asyncio.get_running_loop().run_in_executor(executor, load_tokenizer, files)

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from worker_svc.models.base import Model
-from worker_svc.models.cache import cache_root
+from worker_svc.models.cache import cache_root, explained
 from worker_svc.models.config import BrokenModel, UnsupportedModel, read_json
 from worker_svc.models.registry import read_model_config
 
@@ -33,11 +33,15 @@ def locate_model(model: str) -> Path:
     from worker_svc.models.gguf import convert_gguf
     from worker_svc.models.progress import LogReport
 
-    path = Path(model).expanduser()
+    # A path below a home directory that is not known stays as it is, and then nothing is there.
+    path = Path(os.path.expanduser(model))
     if path.is_dir():
         return path
     if path.is_file():
-        return convert_gguf(path, cache_root() / "models")
+        try:
+            return convert_gguf(path, cache_root() / "models")
+        except OSError as error:
+            raise BrokenModel(f"model {model!r} cannot be converted: {explained(error)}") from error
     if model in KNOWN_MODELS:
         return fetch_model(model, LogReport())
     if os.sep in model or model.lower().endswith(".gguf"):

@@ -202,7 +202,7 @@ def _local_path(page: str) -> Path | None:
     parts = urlsplit(page)
     if parts.scheme == "file":
         return Path(unquote(parts.path))
-    return None if parts.scheme in ("http", "https") else Path(page).expanduser()
+    return None if parts.scheme in ("http", "https") else Path(os.path.expanduser(page))
 
 
 def _shown(url: str) -> str:

@@ -62,9 +62,9 @@ class HeldTokenizing:
     def __init__(self, under_test: FrontEndUnderTest) -> None:
         self.num_waiting = 0
         self.let_go = asyncio.Event()
-        under_test.process.front_end._beside = self._beside  # type: ignore[method-assign]
+        under_test.process.front_end._tokenized = self._tokenized  # type: ignore[method-assign]
 
-    async def _beside(self, num_bytes: int, work: Any) -> Any:
+    async def _tokenized(self, num_bytes: int, work: Any) -> Any:
         self.num_waiting += 1
         await self.let_go.wait()
         return work()

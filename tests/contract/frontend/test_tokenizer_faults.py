@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from scheduler_svc.frontend import template_process
 from scheduler_svc.frontend.session_client import TOKENIZER_UNUSABLE
+from scheduler_svc.frontend.template_process import Piece, TemplateProcess
 from stepfence.v1 import generation_service_pb2 as pb
 from tests.contract.frontend.harness import complete, read_stream, refusal, served, text_request, until
-from tests.support.session_double import BYTE_TOKENIZER, SessionDouble
+from tests.support.session_double import BYTE_TOKENIZER, SessionDouble, byte_model
 from tests.unit.frontend.tokenizer_files import byte_level_json, files
 
 
@@ -29,9 +32,6 @@ def _panicking() -> dict[str, bytes]:
 _BROKEN = {
     "a panic": _panicking(),
     "deep nesting": {"tokenizer.json": byte_level_json(), "tokenizer_config.json": b"[" * 100_000},
-    "a template that is nested too deeply": files(
-        byte_level_json(), {"chat_template": "{% if 1 %}" * 3000 + "{% endif %}" * 3000}
-    ),
 }
 
 
@@ -58,6 +58,49 @@ async def test_f121_token_ids_are_served_without_a_usable_tokenizer(
         assert [record.msg for record in errors] == [TOKENIZER_UNUSABLE]
 
 
+async def test_f100_text_is_served_without_a_usable_template(caplog: pytest.LogCaptureFixture) -> None:
+    double = SessionDouble(files=files(byte_level_json(), {"chat_template": "{% if 1 %}" * 3000}))
+    double.play = lambda submit: [list(submit.prompt_token_ids[:1])]
+    async with served(double) as under_test:
+        for _ in range(2):
+            assert (await under_test.stub.Complete(complete(text_request("a")), timeout=30)).text == "a"
+            answer = await refusal(under_test.stub.Complete(complete(_chat("hi")), timeout=30))
+            assert (answer.code, answer.reason) == ("INVALID_ARGUMENT", "INVALID_CHAT")
+            assert answer.fields == ["chat"]
+            assert "the model's chat template (in tokenizer_config.json) cannot be used: " in answer.message
+            # The same model again: nothing more to say.
+            num_hellos = len(double.hellos)
+            double.drop_stream()
+            await until(lambda: len(double.hellos) > num_hellos)  # noqa: B023
+            await under_test.until_health(1)
+        assert len([record for record in caplog.records if "so chats are refused" in record.message]) == 1
+
+
+async def test_f98_a_template_that_never_ends_stops_no_other_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = TemplateProcess(cpu_s=0.5)
+    monkeypatch.setattr(template_process, "SHARED", process)
+    template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    model_files = {"byte_tokenizer.json": json.dumps({"chat_template": template}).encode()}
+    double = SessionDouble(files=model_files, model=byte_model(max_model_len=10_000))
+    double.play = lambda submit: [b"ok"]
+    try:
+        async with served(double) as under_test:
+            chats = [
+                asyncio.ensure_future(refusal(under_test.stub.Complete(complete(_chat("hi")), timeout=60)))
+                for _ in range(3)
+            ]
+            await until(lambda: under_test.process.front_end.num_streams == 3)
+            for text in ("hi", "a" * 3000, "a" * 3999):
+                assert (await under_test.stub.Complete(complete(text_request(text)), timeout=60)).text == "ok"
+            assert not any(chat.done() for chat in chats[1:])
+            for chat in chats:
+                answer = await chat
+                assert (answer.code, answer.reason) == ("INVALID_ARGUMENT", "INVALID_CHAT")
+                assert "(in byte_tokenizer.json) used more than 0.5 s of CPU time" in answer.message
+    finally:
+        process.close()
+
+
 class _FaultyTokenizer:
     """Encodes bytes; fails where it is asked to."""
 
@@ -73,9 +116,16 @@ class _FaultyTokenizer:
         self._fail("text")
         return list(text.encode())
 
-    def encode_chat(self, messages: Sequence[Any]) -> list[int]:
+    def render_chat(self, messages: Sequence[Any]) -> list[Piece]:
         self._fail("chat")
+        return [Piece("rendered", plain=False)]
+
+    def encode_pieces(self, pieces: Sequence[Piece]) -> list[int]:
+        self._fail("rendered chat")
         return [1]
+
+    def fewest_tokens(self, num_bytes: int, *, is_chat: bool) -> int:
+        return 0
 
     def decoder(self, prompt_token_ids: Sequence[int]) -> Any:
         self._fail("decoder")
@@ -100,7 +150,8 @@ _REQUESTS: dict[str, tuple[str, Callable[[], pb.GenerateRequest]]] = {
     "a short text": ("text", text_request),
     "a text that is tokenized in a thread": ("text", lambda: text_request("a" * 900 + " " * 2000)),
     "a short chat": ("chat", lambda: _chat("hi")),
-    "a chat that is rendered in a thread": ("chat", lambda: _chat("a" * 3000)),
+    "a long chat": ("chat", lambda: _chat("a" * 3000)),
+    "a chat that is rendered": ("rendered chat", lambda: _chat("hi")),
     "what reads the output": ("decoder", text_request),
     "the output": ("output", text_request),
     "the end of the output": ("late output", text_request),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from scheduler_svc.frontend.calls import ChatMessage
+from scheduler_svc.frontend.text import Tokenizer
 
 CHATML = (
     "{% for message in messages %}"
@@ -76,3 +80,8 @@ def chat_config(**changes: Any) -> dict[str, Any]:
 
 def files(tokenizer_json: bytes, config: dict[str, Any]) -> dict[str, bytes]:
     return {"tokenizer.json": tokenizer_json, "tokenizer_config.json": json.dumps(config).encode()}
+
+
+def encode_chat(tokenizer: Tokenizer, messages: Sequence[ChatMessage]) -> list[int]:
+    """The ids of a conversation, as a front end makes them."""
+    return tokenizer.encode_pieces(tokenizer.render_chat(messages))

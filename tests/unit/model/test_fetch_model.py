@@ -17,6 +17,7 @@ from tests.unit.model.tiny import tiny_llama, write_gguf
 from worker_svc import fetch_model as fetching
 from worker_svc.fetch_model import FetchFailed, KnownModel, fetch_model
 from worker_svc.models import package_index
+from worker_svc.models.config import BrokenModel
 from worker_svc.models.loader import locate_model, model_name
 from worker_svc.models.progress import reporter
 
@@ -261,6 +262,55 @@ def test_two_fetches_at_once_download_once(index: Index) -> None:
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(FetchFailed, match="unknown model 'gpt-17'; known: .*smollm2"):
         fetch_model("gpt-17")
+
+
+def _without_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("STEPFENCE_CACHE_DIR", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+
+
+def test_f107_a_known_model_without_home_names_the_setting(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    _without_home(monkeypatch)
+    with pytest.raises(FetchFailed, match="no home directory.*STEPFENCE_CACHE_DIR"):
+        fetch_model("tiny")
+
+
+def test_f107_a_setting_below_a_home_that_does_not_exist_is_refused(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPFENCE_CACHE_DIR", "~unknown-user/cache")
+    with pytest.raises(FetchFailed, match="STEPFENCE_CACHE_DIR.*~unknown-user/cache"):
+        fetch_model("tiny")
+
+
+def test_f107_a_list_of_places_below_an_unknown_home_is_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    _without_home(monkeypatch)
+    assert package_index._local_path("~/wheels") == Path("~/wheels")
+
+
+def test_f107_a_gguf_file_without_home_names_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+    _without_home(monkeypatch)
+    with pytest.raises(BrokenModel, match="no home directory.*STEPFENCE_CACHE_DIR"):
+        locate_model(str(tmp_path / "tiny.gguf"))
+
+
+def test_f107_a_gguf_file_and_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+    (tmp_path / "cache").write_text("a file where a directory should be")
+    monkeypatch.setenv("STEPFENCE_CACHE_DIR", str(tmp_path / "cache"))
+    with pytest.raises(BrokenModel, match=r"cache.*STEPFENCE_CACHE_DIR"):
+        locate_model(str(tmp_path / "tiny.gguf"))
+
+
+def test_f107_a_model_below_an_unknown_home_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    _without_home(monkeypatch)
+    with pytest.raises(BrokenModel, match=r"'~/models/x.gguf': nothing is there"):
+        locate_model("~/models/x.gguf")
 
 
 def test_a_cache_that_cannot_be_written_is_named(index: Index, tmp_path: Path) -> None:
