@@ -18,6 +18,7 @@ from scheduler_svc.cli.ports import free_address
 from tests.chaos.load import Order, Outcome, check, orders, run_all, run_order
 from tests.e2e.client import connect
 from tests.support.processes import Deployment, wait_until
+from tests.support.tcp_proxy import TcpProxy
 
 _SCRIPT = json.dumps({"delay_ms": 10.0, "verify": "full"})
 
@@ -96,6 +97,72 @@ async def test_d57_a_scheduler_killed_under_load_is_a_pause_and_no_stream_ends(t
         f"chaos: scheduler killed {num_deaths} times under 64 streams, until every stream had a token again s "
         f"{[round(pause, 2) for pause in sorted(pauses)]}"
     )
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+async def test_d57_the_pause_with_many_resident_tokens(tmp_path: Path) -> None:
+    """64 requests with prompts of 2,000 tokens of their own, all of which the next scheduler has computed again."""
+    with Deployment(tmp_path) as deployment:
+        deployment.start_worker(0, num_blocks="10000", script=_SCRIPT)
+        deployment.start_scheduler()
+        deployment.start_frontend()
+        await asyncio.to_thread(deployment.wait_ready)
+        outcomes = [
+            Outcome(Order(index, 0.0, tuple((index + 7 * i) % 256 for i in range(2000)), 300, None, None))
+            for index in range(64)
+        ]
+        async with connect(deployment.frontend_address) as stub:
+            running = [asyncio.create_task(run_order(stub, outcome.order, outcome)) for outcome in outcomes]
+            while any(len(outcome.token_ids) < 20 for outcome in outcomes):
+                await asyncio.sleep(0.01)
+            before = [len(outcome.token_ids) for outcome in outcomes]
+            (scheduler,) = [process for process in deployment.processes if process.name == "scheduler"]
+            killed_at = time.monotonic()
+            await asyncio.to_thread(scheduler.kill)
+            deployment.start_scheduler()
+            first = None
+            while any(len(o.token_ids) <= n for o, n in zip(outcomes, before, strict=True)):
+                if first is None and any(len(o.token_ids) > n for o, n in zip(outcomes, before, strict=True)):
+                    first = time.monotonic() - killed_at
+                await asyncio.sleep(0.01)
+            last = time.monotonic() - killed_at
+            await asyncio.gather(*running)
+        check(outcomes)
+        print(
+            f"chaos: 64 streams of 2,000 tokens, scheduler killed: first token after s {first or 0.0:.2f}, all after s {last:.2f}"
+        )
+
+
+@pytest.mark.timeout(300)
+async def test_d57_a_cut_or_half_open_attach_stream_is_a_pause(tmp_path: Path) -> None:
+    """The same scheduler all the time; only the connection of its front end suffers."""
+    with Deployment(tmp_path) as deployment:
+        start_worker(deployment, 0)
+        deployment.start_scheduler()
+        async with TcpProxy(deployment.scheduler_address) as proxy:
+            deployment.start_frontend(scheduler=proxy.address)
+            await asyncio.to_thread(deployment.wait_ready)
+            outcomes = [
+                Outcome(Order(index, 0.0, tuple(range(1, 20 + index)), 400, seed=index, leaves_after=None))
+                for index in range(16)
+            ]
+            async with connect(deployment.frontend_address) as stub:
+                running = [asyncio.create_task(run_order(stub, outcome.order, outcome)) for outcome in outcomes]
+                for number in range(3):
+                    while min(len(outcome.token_ids) for outcome in outcomes) <= 40 * number:
+                        await asyncio.sleep(0.01)
+                    proxy.cut()
+                while min(len(outcome.token_ids) for outcome in outcomes) <= 150:
+                    await asyncio.sleep(0.01)
+                # The front end loses its connection, and the scheduler is not told: its newer stream supersedes.
+                proxy.half_open("near")
+                while min(len(outcome.token_ids) for outcome in outcomes) <= 250:
+                    await asyncio.sleep(0.01)
+                proxy.heal()
+                await asyncio.gather(*running)
+            check(outcomes)
+            await asyncio.to_thread(deployment.wait_idle)
 
 
 @pytest.mark.timeout(300)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,49 @@ async def test_texts_survive_the_death_of_their_workers(tmp_path: Path, num_stre
         for (prompt, entry), stream in zip(asked, streams, strict=True):
             assert stream.finished is not None and len(stream.token_ids) == DEFAULT_LENGTH, prompt.name
             assert_greedy_equal(stream.token_ids, entry)
+        await asyncio.to_thread(deployment.wait_idle, 300.0)
+
+
+@pytest.mark.parametrize(
+    "num_streams, num_kills",
+    [
+        pytest.param(4, 1, id="short", marks=[pytest.mark.timeout(400)]),
+        pytest.param(64, 20, id="long", marks=[pytest.mark.long, pytest.mark.timeout(3000)]),
+    ],
+)
+async def test_d57_texts_survive_the_death_of_their_scheduler(tmp_path: Path, num_streams: int, num_kills: int) -> None:
+    expected = list(zip(prompts(), oracle(prompts()), strict=True))
+    asked = [expected[index % len(expected)] for index in range(num_streams)]
+    streams = [Stream() for _ in asked]
+    pauses: list[float] = []
+    with Deployment(tmp_path, num_workers=1) as deployment:
+        start_worker(deployment, 0)
+        deployment.start_scheduler()
+        deployment.start_frontend()
+        await asyncio.to_thread(deployment.wait_ready, 300.0)
+        async with connect(deployment.frontend_address) as stub:
+            running = asyncio.gather(
+                *(generate(stub, prompt, stream) for (prompt, _), stream in zip(asked, streams, strict=True))
+            )
+            for kill in range(num_kills):
+                await all_have(streams, 3 + kill * (DEFAULT_LENGTH - 10) // num_kills)
+                scheduler = next(process for process in deployment.processes if process.name == "scheduler")
+                before = sum(len(stream.token_ids) for stream in streams)
+                killed_at = time.monotonic()
+                await asyncio.to_thread(scheduler.kill)
+                deployment.start_scheduler()
+                while sum(len(stream.token_ids) for stream in streams) <= before and not running.done():
+                    await asyncio.sleep(0.01)
+                pauses.append(time.monotonic() - killed_at)
+            await running
+        print(
+            f"chaos: SmolLM2, {num_streams} streams, scheduler killed {num_kills} times, until the next token s "
+            f"{[round(pause, 2) for pause in sorted(pauses)]}"
+        )
+        for (prompt, entry), stream in zip(asked, streams, strict=True):
+            assert stream.finished is not None and len(stream.token_ids) == DEFAULT_LENGTH, prompt.name
+            assert_greedy_equal(stream.token_ids, entry)
+            assert stream.usage.num_completion_tokens == DEFAULT_LENGTH
         await asyncio.to_thread(deployment.wait_idle, 300.0)
 
 
