@@ -130,7 +130,8 @@ async def test_d57_the_pause_with_many_resident_tokens(tmp_path: Path) -> None:
             await asyncio.gather(*running)
         check(outcomes)
         print(
-            f"chaos: 64 streams of 2,000 tokens, scheduler killed: first token after s {first or 0.0:.2f}, all after s {last:.2f}"
+            f"chaos: 64 streams of 2,000 tokens, scheduler killed: first token after s {first or 0.0:.2f}, "
+            f"all after s {last:.2f}"
         )
 
 
