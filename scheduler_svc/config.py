@@ -257,7 +257,7 @@ class _Scheduling(_Settings):
     long_prefill_token_threshold: int = Field(
         0, ge=0, description="Most tokens of one prompt in one step; 0 = up to the step's budget."
     )
-    watermark: float = Field(0.0, ge=0.0, lt=1.0, description="Share of all KV blocks kept free at admission.")
+    watermark: float = Field(0.02, ge=0.0, lt=1.0, description="Share of all KV blocks kept free at admission.")
     prefill_schedule_interval: int = Field(
         1, ge=1, description="Prompts start only every so many steps while others decode; 1 = every step."
     )

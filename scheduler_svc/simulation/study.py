@@ -34,8 +34,9 @@ VARIANTS: dict[str, SchedulerConfig] = {
     # One decision taken away or added each.
     "default, not fenced": _DEFAULT.with_rules(fence=Fence.TRANSFERS),
     "default, no cap": replace(_DEFAULT, max_preemptions=None),
+    # The default has 2 %.
+    "default, watermark 0": replace(_DEFAULT, watermark=0.0),
     "default, watermark 1 %": replace(_DEFAULT, watermark=0.01),
-    "default, watermark 2 %": replace(_DEFAULT, watermark=0.02),
     "default, watermark 5 %": replace(_DEFAULT, watermark=0.05),
     "default, watermark 10 %": replace(_DEFAULT, watermark=0.1),
 }

@@ -183,11 +183,10 @@ def start_scheduler(deployment: Deployment) -> None:
 @pytest.mark.parametrize(
     "seconds, pause_s",
     [
-        pytest.param(30.0, 2.0, id="short"),
+        pytest.param(30.0, 2.0, id="short", marks=[pytest.mark.timeout(400)]),
         pytest.param(600.0, 4.0, id="long", marks=[pytest.mark.long, pytest.mark.timeout(1500)]),
     ],
 )
-@pytest.mark.timeout(400)
 async def test_soak_everything_at_once_leaves_nothing_and_ends_no_stream_that_stays(
     tmp_path: Path, seconds: float, pause_s: float
 ) -> None:

@@ -35,7 +35,7 @@ def test_the_differences_between_default_and_reference_are_the_listed_ones() -> 
     default, reference = SchedulerConfig(), SchedulerConfig.reference()
     differing = {name for name in default.__slots__ if getattr(default, name) != getattr(reference, name)}
     assert differing == {
-        "rules", "max_preemptions",
+        "rules", "max_preemptions", "watermark",
         # What the reference has no counterpart for, switched off.
         "max_fruitless_epochs", "max_queued_requests", "max_queued_tokens",
     }  # fmt: skip
@@ -49,6 +49,7 @@ def test_the_differences_between_default_and_reference_are_the_listed_ones() -> 
     }  # fmt: skip
     assert (DEFAULT.fence, VLLM_0_25_1.fence) == (Fence.ALWAYS, Fence.TRANSFERS)
     assert (default.max_preemptions, reference.max_preemptions) == (3, None)
+    assert (default.watermark, reference.watermark) == (0.02, 0.0)
 
 
 def test_derived_settings() -> None:
