@@ -355,6 +355,24 @@ def test_a_killed_scheduler_or_front_end_is_started_again_as_it_was(up: Up, word
     assert process.wait() == 0, process.tail()
 
 
+def test_d57_a_text_goes_on_while_up_starts_its_scheduler_again(up: Up) -> None:
+    process = up()
+    address = _ready(process)
+    arguments = ("--max-tokens", "3000", "--temperature", "0", "--ignore-eos")
+    whole = _generate(address, *arguments)
+    assert whole.returncode == 0, whole.stderr
+    command = [sys.executable, "-m", "scheduler_svc", "generate", "hello", "--target", address, *arguments]
+    # Unbuffered: communicate() does not see what a read ahead has taken.
+    with subprocess.Popen(command, bufsize=0, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        first = running.stdout.read(20)
+        os.kill(_part(process, "scheduler_svc scheduler"), signal.SIGKILL)
+        rest, errors = running.communicate(timeout=PATIENCE_S)
+    assert running.returncode == 0, errors
+    assert (first + rest).decode() == whole.stdout
+    wait_until(lambda: "the scheduler is ready again" in process.output(), "the scheduler is back")
+
+
 def test_a_part_that_ends_too_often_ends_up_with_a_sentence(up: Up) -> None:
     process = up()
     _ready(process)
