@@ -117,29 +117,38 @@ def _run(settings: WorkerSettings, secret: str | None) -> int:
 
 
 def _fetch_model(name: str) -> int:
-    logs.configure()
+    """For people, lines and a bar; with log_format json in the environment, lines of a log."""
+    is_json = os.environ.get(ENV_PREFIX + "LOG_FORMAT") == "json"
+    logs.configure("json" if is_json else "text")
     if Path(name).exists():
         print(name)
         return EXIT_OK
     try:
         from worker_svc.fetch_model import KNOWN_MODELS, FetchFailed, fetch_model
-        from worker_svc.models.progress import reporter
+        from worker_svc.models.progress import LogReport, reporter
 
         if name not in KNOWN_MODELS:
             known = ", ".join(sorted(KNOWN_MODELS))
-            print(f"{_FETCH}: unknown model {name!r}, and no such path; known: {known}", file=sys.stderr)
-            return EXIT_USAGE
+            return _not_fetched(f"unknown model {name!r}, and no such path; known: {known}", EXIT_USAGE, is_json)
         try:
-            path = fetch_model(name, reporter())
+            path = fetch_model(name, LogReport() if is_json else reporter())
         except (FetchFailed, memory.NotEnoughMemory) as error:
-            print(f"{_FETCH}: {error}", file=sys.stderr)
-            return EXIT_FATAL
+            return _not_fetched(str(error), EXIT_FATAL, is_json)
     except KeyboardInterrupt:
         # A progress bar may stand on the line; what was downloaded is kept.
         print(f"\r{_FETCH}: interrupted; the next call goes on from here", file=sys.stderr)
         return EXIT_INTERRUPTED
     print(path)
     return EXIT_OK
+
+
+def _not_fetched(why: str, code: int, is_json: bool) -> int:
+    """Say why; the exit code."""
+    if is_json:
+        log.error("the model could not be fetched", extra={"cause": why})
+    else:
+        print(f"{_FETCH}: {why}", file=sys.stderr)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -22,6 +22,7 @@ _ADVICE: Final[dict[str, str]] = {
     "MODEL_NOT_FOUND": "leave --model out to use the served one",
     "DUPLICATE_REQUEST_ID": "leave --request-id out, or wait for the other request to end",
     "QUEUE_FULL": "try again later",
+    "TOO_MANY_CALLS": "try again when one of the calls from here has ended",
     "NO_WORKER": "start a worker, or wait until it has loaded its model; `stepfence status` shows it",
     "DRAINING": "the server is about to stop: try again, or use another one",
     "SCHEDULER_UNAVAILABLE": "the front end has lost its scheduler and keeps trying: try again",

@@ -34,7 +34,7 @@ class GenerationServiceStub:
     PERMISSION_DENIED    on Abort: ABORT_NOT_ALLOWED
     NOT_FOUND            MODEL_NOT_FOUND; on Abort: REQUEST_NOT_FOUND
     ALREADY_EXISTS       DUPLICATE_REQUEST_ID: a request with this id is live. The id is free again after the end.
-    RESOURCE_EXHAUSTED   QUEUE_FULL (with RetryInfo), SLOW_READER
+    RESOURCE_EXHAUSTED   QUEUE_FULL, TOO_MANY_CALLS (both with RetryInfo), SLOW_READER
     UNAVAILABLE          NO_WORKER, DRAINING, SCHEDULER_UNAVAILABLE: safe to try again elsewhere or later
     DEADLINE_EXCEEDED    the call's deadline passed; one still queued was never scheduled
     CANCELLED            ABORTED: Abort was called
@@ -81,7 +81,7 @@ class GenerationServiceServicer:
     PERMISSION_DENIED    on Abort: ABORT_NOT_ALLOWED
     NOT_FOUND            MODEL_NOT_FOUND; on Abort: REQUEST_NOT_FOUND
     ALREADY_EXISTS       DUPLICATE_REQUEST_ID: a request with this id is live. The id is free again after the end.
-    RESOURCE_EXHAUSTED   QUEUE_FULL (with RetryInfo), SLOW_READER
+    RESOURCE_EXHAUSTED   QUEUE_FULL, TOO_MANY_CALLS (both with RetryInfo), SLOW_READER
     UNAVAILABLE          NO_WORKER, DRAINING, SCHEDULER_UNAVAILABLE: safe to try again elsewhere or later
     DEADLINE_EXCEEDED    the call's deadline passed; one still queued was never scheduled
     CANCELLED            ABORTED: Abort was called
@@ -164,7 +164,7 @@ class GenerationService:
     PERMISSION_DENIED    on Abort: ABORT_NOT_ALLOWED
     NOT_FOUND            MODEL_NOT_FOUND; on Abort: REQUEST_NOT_FOUND
     ALREADY_EXISTS       DUPLICATE_REQUEST_ID: a request with this id is live. The id is free again after the end.
-    RESOURCE_EXHAUSTED   QUEUE_FULL (with RetryInfo), SLOW_READER
+    RESOURCE_EXHAUSTED   QUEUE_FULL, TOO_MANY_CALLS (both with RetryInfo), SLOW_READER
     UNAVAILABLE          NO_WORKER, DRAINING, SCHEDULER_UNAVAILABLE: safe to try again elsewhere or later
     DEADLINE_EXCEEDED    the call's deadline passed; one still queued was never scheduled
     CANCELLED            ABORTED: Abort was called

@@ -35,7 +35,7 @@ class GenerationServiceStub:
       PERMISSION_DENIED    on Abort: ABORT_NOT_ALLOWED
       NOT_FOUND            MODEL_NOT_FOUND; on Abort: REQUEST_NOT_FOUND
       ALREADY_EXISTS       DUPLICATE_REQUEST_ID: a request with this id is live. The id is free again after the end.
-      RESOURCE_EXHAUSTED   QUEUE_FULL (with RetryInfo), SLOW_READER
+      RESOURCE_EXHAUSTED   QUEUE_FULL, TOO_MANY_CALLS (both with RetryInfo), SLOW_READER
       UNAVAILABLE          NO_WORKER, DRAINING, SCHEDULER_UNAVAILABLE: safe to try again elsewhere or later
       DEADLINE_EXCEEDED    the call's deadline passed; one still queued was never scheduled
       CANCELLED            ABORTED: Abort was called
@@ -75,7 +75,7 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
       PERMISSION_DENIED    on Abort: ABORT_NOT_ALLOWED
       NOT_FOUND            MODEL_NOT_FOUND; on Abort: REQUEST_NOT_FOUND
       ALREADY_EXISTS       DUPLICATE_REQUEST_ID: a request with this id is live. The id is free again after the end.
-      RESOURCE_EXHAUSTED   QUEUE_FULL (with RetryInfo), SLOW_READER
+      RESOURCE_EXHAUSTED   QUEUE_FULL, TOO_MANY_CALLS (both with RetryInfo), SLOW_READER
       UNAVAILABLE          NO_WORKER, DRAINING, SCHEDULER_UNAVAILABLE: safe to try again elsewhere or later
       DEADLINE_EXCEEDED    the call's deadline passed; one still queued was never scheduled
       CANCELLED            ABORTED: Abort was called
@@ -111,7 +111,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
       PERMISSION_DENIED    on Abort: ABORT_NOT_ALLOWED
       NOT_FOUND            MODEL_NOT_FOUND; on Abort: REQUEST_NOT_FOUND
       ALREADY_EXISTS       DUPLICATE_REQUEST_ID: a request with this id is live. The id is free again after the end.
-      RESOURCE_EXHAUSTED   QUEUE_FULL (with RetryInfo), SLOW_READER
+      RESOURCE_EXHAUSTED   QUEUE_FULL, TOO_MANY_CALLS (both with RetryInfo), SLOW_READER
       UNAVAILABLE          NO_WORKER, DRAINING, SCHEDULER_UNAVAILABLE: safe to try again elsewhere or later
       DEADLINE_EXCEEDED    the call's deadline passed; one still queued was never scheduled
       CANCELLED            ABORTED: Abort was called

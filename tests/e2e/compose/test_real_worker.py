@@ -65,7 +65,8 @@ def test_containers_of_the_real_worker_can_do_no_more_than_they_must(real: Stack
         host, config = worker.facts["HostConfig"], worker.facts["Config"]
         assert config["User"] == "10001:10001"
         assert host["ReadonlyRootfs"] and host["CapDrop"] == ["ALL"] and host["Memory"] > 0
-        assert [mount["Destination"] for mount in worker.facts["Mounts"]] == ["/var/cache/stepfence"]
+        mounted = {mount["Destination"]: mount["RW"] for mount in worker.facts["Mounts"]}
+        assert mounted == {"/var/cache/stepfence": True, "/run/stepfence": False}
     sizes = docker("image", "ls", "--format", "{{.Repository}}:{{.Tag}} {{.Size}}").stdout
     print(sizes)
     listing = "import importlib.metadata as m; print(m.version('torch')); import torch; print(torch.version.cuda)"

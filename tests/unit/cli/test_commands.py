@@ -301,6 +301,10 @@ def test_f125_fetch_model_takes_the_model_of_the_environment_and_leaves_paths_al
     assert (found.returncode, found.stdout, found.stderr) == (0, f"{model}\n", "")
     unknown = _run("fetch-model", environment={"STEPFENCE_MODEL": "gpt-17"})
     assert unknown.returncode == 2 and "'gpt-17'" in unknown.stderr
+    # Its log is that of a service, where that is asked for.
+    logged = _run("fetch-model", environment={"STEPFENCE_MODEL": "gpt-17", "STEPFENCE_LOG_FORMAT": "json"})
+    line = json.loads(logged.stderr)
+    assert (logged.returncode, line["level"], line["message"]) == (2, "error", "the model could not be fetched")
     assert "smollm2]" in " ".join(_run("fetch-model", "--help").stdout.split())
 
 
