@@ -39,6 +39,7 @@ _UNIT = (
         "resources",
         "features",
         "set_aside",
+        "resubmission",
     ),
     *("step_bytes", "inflight", "several_ranks", "quarantine", "time", "pause_and_reset", "throttle", "unpinned"),
     *("traps", "explain", "row_errors", "field_cases"),

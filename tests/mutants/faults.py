@@ -778,4 +778,53 @@ FAULTS: tuple[Fault, ...] = (
         "not event.features",
         "True",
     ),
+    # --- requests that are submitted again ---
+    Fault(
+        "the end that was lost is not looked for",
+        "resubmission:restore",
+        "verdict is not None",
+        "False",
+    ),
+    Fault(
+        "what the lost scheduler makes be computed again is not counted",
+        "resubmission:restore",
+        "account.high_water = request.num_tokens - 1",
+        "pass",
+    ),
+    Fault(
+        "a request that had run waits for its first admission once more",
+        "resubmission:restore",
+        "account.first_admitted_at = account.arrived_at",
+        "pass",
+    ),
+    Fault(
+        "a request that comes back goes to the end of the queue",
+        "policies.fcfs:FcfsLane.insert",
+        "other.arrival <= request.arrival",
+        "True",
+    ),
+    Fault(
+        "a request that comes back and fits nowhere waits for ever",
+        "scheduler:Scheduler._arrive",
+        "self._note_whether_holdable(request)",
+        "pass",
+    ),
+    Fault(
+        "outputs of another vocabulary are taken",
+        "resubmission:_bad_outputs",
+        "submission.largest_id(event.output_tokens) < state.vocab_size",
+        "True",
+    ),
+    Fault(
+        "a request that came before the first worker keeps its length",
+        "resubmission:fit_to_model",
+        "request.limit <= state.max_model_len",
+        "True",
+    ),
+    Fault(
+        "a cost that has changed is not said when all is computed again",
+        "plan:StepPlan._count_recomputed",
+        "end >= request.account.high_water",
+        "False",
+    ),
 )
