@@ -18,7 +18,7 @@ from scheduler_svc.core.kv.manager import KvManager
 from scheduler_svc.core.request import Run
 from scheduler_svc.frontend.live_requests import LiveRequest
 from scheduler_svc.frontend.session_client import SessionClient
-from scheduler_svc.session import FrontEndSession, SessionHub
+from scheduler_svc.session import FrontEndSession
 from scheduler_svc.workers.actions import Action
 from scheduler_svc.workers.codec import StepResult
 from scheduler_svc.workers.session import WorkerSession
@@ -155,11 +155,6 @@ def forget_what_was_received(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LiveRequest, "tokens", pass_on)
 
 
-def keep_older_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A front end's older stream is in the way of its newer one."""
-    monkeypatch.setattr(SessionHub, "supersede", lambda self, hello: None)
-
-
 def leave_streams_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
     """The front end does not tell its calls that the scheduler is lost."""
     lose = SessionClient._lose
@@ -178,7 +173,6 @@ PLANTED = [
     forget_answers_too_early,
     keep_requests_of_lost_front_ends,
     forget_what_was_received,
-    keep_older_streams,
     leave_streams_hanging,
 ]
 
