@@ -299,6 +299,9 @@ class SessionClient:
     def _lose(self, because: str, level: int = logging.WARNING) -> None:
         """The stream is over. Live requests wait for the next one, but those whose end needs no scheduler."""
         now = asyncio.get_running_loop().time()
+        if self._scheduler_draining:
+            # It had said that it would go.
+            level = logging.INFO
         log.log(
             level if self._attached else logging.DEBUG,
             "scheduler lost",

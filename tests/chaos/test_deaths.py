@@ -35,7 +35,8 @@ async def deployed(folder: Path, *, scheduler_grace_s: float = 30.0, **scheduler
 
 
 def start_worker(deployment: Deployment, index: int) -> None:
-    deployment.start_worker(index, num_blocks="257", script=_SCRIPT)
+    # Room for every stream of a test at its greatest length: what is measured is a pause, and no wait for room.
+    deployment.start_worker(index, num_blocks="6001", script=_SCRIPT)
 
 
 def kill_worker(deployment: Deployment, index: int) -> None:
