@@ -706,9 +706,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a live id is accepted again",
-        "submission:_refusal_before_sizes",
-        "event.request_id in state.requests",
-        "False",
+        "submission:duplicate",
+        "event.request_id not in state.requests",
+        "True",
     ),
     # --- failed rows ---
     Fault(
