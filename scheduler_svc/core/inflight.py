@@ -72,14 +72,6 @@ class InflightWindow:
         self.acked_fence = max(self.acked_fence, record.fence_seq)
         return record
 
-    def drop(self, request: Request) -> None:
-        """Results of rows of this request that are in flight will be dropped, tokens included. The caller forgets what
-        it awaits."""
-        for record in self._records:
-            for run in record.runs:
-                if run.request is request:
-                    run.drops_results = True
-
     def clear(self) -> list[StepRecord]:
         """The epoch is over: nothing is in flight any more, and nothing will be acknowledged."""
         records = list(self._records)

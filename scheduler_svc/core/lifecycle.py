@@ -51,9 +51,9 @@ def recompute(state: CoreState, rank: RankState, run: Run, *, cause: str) -> Non
     queue."""
     request = run.request
     preempt(state, rank, run, beneficiary="", cause=cause)
-    # Also those of the answer that is being settled, whose step is not in the window any more.
+    # Of its steps in flight, and of the answer that is being settled. Results of an earlier run are in by now: a
+    # request comes back only then, or, where the rules let it come back sooner, the window has only two steps.
     run.drops_results = True
-    rank.window.drop(request)
     request.awaited = request.awaited_optional = 0
     state.queue.prepend(request)
 

@@ -738,7 +738,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "results computed on top of a failed row are used",
         "lifecycle:recompute",
-        "rank.window.drop(request)",
+        "run.drops_results = True",
         "pass",
     ),
     Fault(
