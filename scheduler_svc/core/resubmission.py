@@ -4,6 +4,10 @@ They wait as accepted requests do: no limit of the queue, of the pools or of the
 
 from __future__ import annotations
 
+from array import array
+
+import numpy as np
+
 from scheduler_svc.core import lifecycle, stopping, submission
 from scheduler_svc.core.events import EndReason, RefusalReason, RequestArrived, RequestRefused
 from scheduler_svc.core.request import Limits, Request, Status
@@ -48,21 +52,34 @@ def restore(state: CoreState, request: Request, event: RequestArrived) -> None:
     assert event.output_tokens is not None
     assert event.arrival is not None
     account.arrived_at = min(event.arrival, state.now)
-    for token in event.output_tokens:
-        request.tokens.append(token)
-        request.num_tokens += 1
-        verdict = stopping.check(request, token)
-        if verdict is not None:
-            reason, stop_token_id = verdict
-            lifecycle.finish(state, request, _STATUS_BY_REASON[reason], reason, stop_token_id=stop_token_id)
-            return
-    if event.output_tokens:
+    outputs = event.output_tokens[: _num_outputs(request, event.output_tokens)]
+    request.tokens.extend(outputs)
+    request.num_tokens += len(outputs)
+    verdict = stopping.check(request, outputs[-1]) if outputs else None
+    if verdict is not None:
+        reason, stop_token_id = verdict
+        lifecycle.finish(state, request, _STATUS_BY_REASON[reason], reason, stop_token_id=stop_token_id)
+        return
+    if outputs:
         # It had run: its wait for the first admission is over, and it stands still until it is admitted here. The last
         # token is not computed before the next one is asked for.
         account.first_admitted_at = account.arrived_at
         account.preempted_at = state.now
         account.preemption_cause = CAUSE
         account.high_water = request.num_tokens - 1
+
+
+def _num_outputs(request: Request, outputs: array[int]) -> int:
+    """How many of the outputs belong to the request: up to the first that ends it. A long history must not hold up the
+    loop, so the stop ids are looked for all at once."""
+    most = min(len(outputs), request.limit - request.num_prompt_tokens)
+    first = max(0, request.min_length - request.num_prompt_tokens - 1)
+    if request.stops and first < most:
+        ids = np.frombuffer(outputs, dtype=np.int32)[first:most]
+        stops = np.flatnonzero(np.isin(ids, sorted(request.stops)))
+        if stops.size:
+            return first + int(stops[0]) + 1
+    return most
 
 
 def fit_to_model(state: CoreState) -> None:

@@ -736,12 +736,6 @@ FAULTS: tuple[Fault, ...] = (
         "other is run or other.row < 0 or blocks.isdisjoint(other.blocks)",
     ),
     Fault(
-        "results computed on top of a failed row are used",
-        "lifecycle:recompute",
-        "run.drops_results = True",
-        "pass",
-    ),
-    Fault(
         "a row that failed for another one's sake fails",
         "lifecycle:recompute",
         "run.drops_results = True",

@@ -200,3 +200,12 @@ def test_it_is_preempted_and_resumed_as_any_other() -> None:
     assert world.preemptions
     assert all(client.ended is not None and len(client.tokens) == 12 for client in clients)
     assert all(request.status is not Status.RUNNING for request in world.scheduler.state.requests.values())
+
+
+@pytest.mark.parametrize("min_tokens, kept", [(0, 2), (2, 2), (3, 4), (5, 6)])
+def test_outputs_behind_the_one_that_ends_it_are_no_part_of_it(min_tokens: int, kept: int) -> None:
+    world = World(config())
+    client = again(world, "a", 10, [5, 7, 5, 7, 5, 7, 5], 7, stop_token_ids=(7,), min_tokens=min_tokens)
+    assert client.ended is not None and client.ended.reason is EndReason.STOP
+    assert client.ended.usage.num_completion_tokens == kept
+    assert client.ended.stop_token_id == 7
