@@ -222,21 +222,19 @@ async def test_f83_a_signal_lets_three_running_and_two_queued_finish(tmp_path: P
         assert await asyncio.to_thread(leaving.wait) == 0
 
 
-@pytest.mark.parametrize("part", ["scheduler", "frontend"])
 async def test_f83_what_the_drain_deadline_cuts_off_is_told_to_its_clients_and_by_the_exit_code(
-    tmp_path: Path, part: str
+    tmp_path: Path,
 ) -> None:
-    with deployed(tmp_path, drain_deadline_s="0.5") as deployment:
-        if part == "frontend":
-            process_of(deployment, "frontend").stop()
-            deployment.start_frontend(drain_deadline_s="0.5")
-            deployment.wait_ready()
+    with deployed(tmp_path) as deployment:
+        process_of(deployment, "frontend").stop()
+        deployment.start_frontend(drain_deadline_s="0.5")
+        deployment.wait_ready()
         async with connect(deployment.frontend_address) as stub:
             outcomes = [Outcome(order(index, 3000)) for index in range(3)]
             running = [asyncio.create_task(run_order(stub, each.order, each)) for each in outcomes]
             while not all(outcome.token_ids for outcome in outcomes):
                 await asyncio.sleep(0.01)
-            leaving = process_of(deployment, part)
+            leaving = process_of(deployment, "frontend")
             leaving.signal(signal.SIGTERM)
             await asyncio.gather(*running)
             for outcome in outcomes:
@@ -244,6 +242,23 @@ async def test_f83_what_the_drain_deadline_cuts_off_is_told_to_its_clients_and_b
                 assert (outcome.failure.status, outcome.failure.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
                 assert outcome.token_ids == outcome.order.cold_run()[: len(outcome.token_ids)]
         assert await asyncio.to_thread(leaving.wait) == 3
+
+
+async def test_f83_what_a_scheduler_has_at_its_drain_deadline_goes_on_with_the_next_one(tmp_path: Path) -> None:
+    with deployed(tmp_path, drain_deadline_s="0.5") as deployment:
+        async with connect(deployment.frontend_address) as stub:
+            outcomes = [Outcome(order(index, 400)) for index in range(3)]
+            running = [asyncio.create_task(run_order(stub, each.order, each)) for each in outcomes]
+            while not all(outcome.token_ids for outcome in outcomes):
+                await asyncio.sleep(0.01)
+            leaving = process_of(deployment, "scheduler")
+            leaving.signal(signal.SIGTERM)
+            assert await asyncio.to_thread(leaving.wait) == 3
+            assert not any(outcome.finished for outcome in outcomes)
+            deployment.start_scheduler()
+            await asyncio.gather(*running)
+            for outcome in outcomes:
+                assert outcome.failure is None and outcome.token_ids == outcome.order.cold_run()
 
 
 @pytest.mark.parametrize("part", ["scheduler", "frontend", "worker-0"])
