@@ -66,7 +66,10 @@ class Traffic:
         """One who waits for the whole text, and comes back when it is refused for want of room."""
         while time.monotonic() < self._ends_at:
             outcome = await run_order(self._stub, self._order())
-            if outcome.failure is not None and outcome.failure.status is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            failure = outcome.failure
+            # NO_WORKER: a new call in the moment between the start of a scheduler and its first worker.
+            is_refused = failure is not None and failure.reason in ("QUEUE_FULL", "TOO_MANY_CALLS", "NO_WORKER")
+            if is_refused and not outcome.token_ids:
                 self.counts["refused"] += 1
                 await asyncio.sleep(0.1)
                 continue
