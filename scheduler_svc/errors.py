@@ -140,6 +140,14 @@ def failure(effect: RequestEnded) -> Failure | None:
 
 NO_WORKER: Final = Failure(Code.UNAVAILABLE, RefusalReason.NO_WORKER.value, "no worker has joined yet; try again later")
 NO_TOKENIZER: Final = Failure(Code.NOT_FOUND, "NO_TOKENIZER", "the served model has no tokenizer; send token ids")
+
+
+def tokenizer_too_large(max_bytes: int) -> Failure:
+    """What a front end is answered that asks for it."""
+    message = f"the model's tokenizer files have more than {max_bytes} bytes, and are not passed on; send token ids"
+    return Failure(Code.FAILED_PRECONDITION, "TOKENIZER_TOO_LARGE", message)
+
+
 SHUT_DOWN: Final = Failure(Code.UNAVAILABLE, RefusalReason.DRAINING.value, "the scheduler is shutting down")
 SLOW_FRONT_END: Final = Failure(
     Code.RESOURCE_EXHAUSTED, "SLOW_READER", "this front end reads its stream too slowly; its requests were aborted"

@@ -588,5 +588,7 @@ class SessionServicer(session_service_pb2_grpc.SessionServiceServicer):
         pieces = await self._hub.model.tokenizer(_TOKENIZER_WAIT_S)
         if pieces is None:
             await abort(context, errors.NO_WORKER)
+        if isinstance(pieces, errors.Failure):
+            await abort(context, pieces)
         for response in codec.tokenizer_responses(pieces):
             yield response

@@ -81,7 +81,9 @@ class SessionTransport(Protocol):
         """None: not available now, as before any worker has joined."""
         ...
 
-    async def get_tokenizer(self) -> Sequence[model_pb2.TokenizerChunk]: ...
+    async def get_tokenizer(self) -> Sequence[model_pb2.TokenizerChunk]:
+        """Also raises TokenizerError, when there is one that will never be given."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -555,10 +557,12 @@ class SessionClient:
         if self._known is not None and self._known.description.tokenizer_digest == digest:
             return ServedModel(description, self._known.tokenizer)
         files: dict[str, bytearray] = {}
-        for chunk in await self._transport.get_tokenizer():
-            files.setdefault(chunk.file_name, bytearray()).extend(chunk.data)
         try:
+            for chunk in await self._transport.get_tokenizer():
+                files.setdefault(chunk.file_name, bytearray()).extend(chunk.data)
             return ServedModel(description, await self._load_tokenizer({name: bytes(d) for name, d in files.items()}))
+        except SessionLost:
+            raise
         except Exception as error:
             # TokenizerError, or that no thread can be had to load it in. Token ids can still be served.
             log.error(TOKENIZER_UNUSABLE, extra={"cause": str(error), "model": description.name})

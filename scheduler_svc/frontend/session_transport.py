@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 import grpc.aio
 
-from scheduler_svc.frontend.errors import SessionLost
+from scheduler_svc.frontend.errors import SessionLost, TokenizerError
 from scheduler_svc.rpc import cluster_secret
 from scheduler_svc.rpc.channels import TO_SCHEDULER, channel
 from scheduler_svc.rpc.cluster_secret import ClusterSecret
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 # Seconds; a scheduler that answers no unary call for so long is asked again.
 _CALL_TIMEOUT_S: Final = 30.0
+# Seconds; a scheduler that sends no further part of a tokenizer for so long is asked again.
+_CHUNK_TIMEOUT_S: Final = 30.0
+# Of all files together. A scheduler passes on no more either.
+_MAX_TOKENIZER_BYTES: Final = 256 << 20
 
 
 class GrpcTransport:
@@ -47,12 +51,33 @@ class GrpcTransport:
         return model
 
     async def get_tokenizer(self) -> Sequence[model_pb2.TokenizerChunk]:
-        request = session_service_pb2.SessionServiceGetTokenizerRequest()
+        """See SessionTransport."""
+        call = self._stub.GetTokenizer(session_service_pb2.SessionServiceGetTokenizerRequest(), metadata=self._metadata)
+        chunks: list[model_pb2.TokenizerChunk] = []
+        size = 0
         try:
-            responses = self._stub.GetTokenizer(request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata)
-            return [response.chunk async for response in responses]
+            while (chunk := await self._next_chunk(call)) is not None:
+                chunks.append(chunk)
+                size += len(chunk.data)
+                if size > _MAX_TOKENIZER_BYTES:
+                    raise TokenizerError(f"the tokenizer's files have more than {_MAX_TOKENIZER_BYTES} bytes")
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                # It would be answered again: there is a tokenizer, but it cannot be passed on.
+                raise TokenizerError(error.details()) from error
             raise _lost(self._address, error) from error
+        finally:
+            call.cancel()
+        return chunks
+
+    async def _next_chunk(self, call: Any) -> model_pb2.TokenizerChunk | None:
+        """None at the end."""
+        try:
+            async with asyncio.timeout(_CHUNK_TIMEOUT_S):
+                response = await call.read()
+        except TimeoutError:
+            raise SessionLost(f"{self._address}: no part of the tokenizer for {_CHUNK_TIMEOUT_S:g} s") from None
+        return response.chunk if isinstance(response, session_service_pb2.SessionServiceGetTokenizerResponse) else None
 
     async def close(self) -> None:
         await self._channel.close(None)

@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Final, Protocol, assert_never
 
+from scheduler_svc import errors
 from scheduler_svc.core.events import RankDraining, RankJoined, StepAcked, WorkerProtocolError
 from scheduler_svc.core.output import SchedulerOutput
 from scheduler_svc.errors import LinkLost, LinkRejected, RankUnfit
 from scheduler_svc.facts import MetricsSink
 from scheduler_svc.workers import codec
 from scheduler_svc.workers.actions import Acked, Action, Interrupt, Joined, Leaving, Lost, Retry, Say, Transmit
-from scheduler_svc.workers.codec import WorkerCapabilities, WorkerFeature
+from scheduler_svc.workers.codec import TokenizerPiece, WorkerCapabilities, WorkerFeature
 from scheduler_svc.workers.fitness import RankRegister, SessionConfig
 from scheduler_svc.workers.served_model import ServedModel
 from scheduler_svc.workers.session import RankState, Timeouts, WorkerSession
@@ -30,7 +31,9 @@ from scheduler_svc.workers.transport import StepStream, WorkerLink, WorkerTransp
 log = logging.getLogger(__name__)
 
 _MAX_TOKENIZER_BYTES: Final = 256 << 20
+# The first pause after a worker gave no tokenizer; each one after that is twice as long, up to the second number.
 _TOKENIZER_RETRY_S: Final = 1.0
+_MAX_TOKENIZER_RETRY_S: Final = 30.0
 # A pause of the event loop longer than this means that the process itself did not run. Seconds.
 _STOOD_STILL_S: Final = 1.0
 _MAX_WATCH_PERIOD_S: Final = 0.25
@@ -234,20 +237,39 @@ class RankClient:
                 await self._to_send.wait()
 
     async def _fetch_tokenizer(self, link: WorkerLink, capabilities: WorkerCapabilities) -> None:
+        pause_s = _TOKENIZER_RETRY_S
+        cause = ""
         while self._model.wants_tokenizer(capabilities.model):
             try:
-                pieces = []
-                size = 0
-                async for data in link.get_tokenizer():
-                    piece = codec.decode_tokenizer_piece(data)
-                    pieces.append(piece)
-                    size += len(piece.data)
-                    if size > _MAX_TOKENIZER_BYTES:
-                        raise WorkerProtocolError(f"the tokenizer is larger than {_MAX_TOKENIZER_BYTES} bytes")
-                self._model.keep_tokenizer(capabilities.model, tuple(pieces))
+                pieces = await self._tokenizer_pieces(link)
             except (LinkLost, LinkRejected, WorkerProtocolError) as error:
-                log.warning("no tokenizer from rank", extra={"rank": self.rank, "cause": str(error)})
-                await asyncio.sleep(_TOKENIZER_RETRY_S)
+                if str(error) != cause:
+                    cause = str(error)
+                    log.warning("no tokenizer from rank", extra={"rank": self.rank, "cause": cause})
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _MAX_TOKENIZER_RETRY_S)
+            else:
+                if pieces is not None:
+                    self._model.keep_tokenizer(capabilities.model, pieces)
+                    return
+                log.warning(
+                    "the model's tokenizer is too large, so clients can only send token ids: serve the model with a "
+                    "smaller one",
+                    extra={"rank": self.rank, "max_bytes": _MAX_TOKENIZER_BYTES},
+                )
+                self._model.refuse_tokenizer(capabilities.model, errors.tokenizer_too_large(_MAX_TOKENIZER_BYTES))
+
+    async def _tokenizer_pieces(self, link: WorkerLink) -> tuple[TokenizerPiece, ...] | None:
+        """None: they are too large together."""
+        pieces = []
+        size = 0
+        async for data in link.get_tokenizer():
+            piece = codec.decode_tokenizer_piece(data)
+            pieces.append(piece)
+            size += len(piece.data)
+            if size > _MAX_TOKENIZER_BYTES:
+                return None
+        return tuple(pieces)
 
     # --- actions ---
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from scheduler_svc.errors import RankUnfit
+from scheduler_svc.errors import Failure, RankUnfit
 from scheduler_svc.workers.codec import ModelFacts, TokenizerPiece
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,8 @@ class ServedModel:
         self._on_change = on_change
         self._facts: ModelFacts | None = None
         self._pieces: tuple[TokenizerPiece, ...] | None = None
+        # Why there never will be any.
+        self._tokenizer_refused: Failure | None = None
         self._fetched = asyncio.Event()
 
     @property
@@ -48,6 +50,7 @@ class ServedModel:
             return
         self._facts = offered
         self._pieces = None
+        self._tokenizer_refused = None
         self._fetched = asyncio.Event()
         self._on_change(offered)
 
@@ -58,6 +61,7 @@ class ServedModel:
         served = self._facts
         return (
             self._pieces is None
+            and self._tokenizer_refused is None
             and served is not None
             and bool(served.tokenizer_digest)
             and served.tokenizer_digest == offered.tokenizer_digest
@@ -69,12 +73,20 @@ class ServedModel:
             self._pieces = pieces
             self._fetched.set()
 
-    async def tokenizer(self, timeout_s: float) -> tuple[TokenizerPiece, ...] | None:
-        """The tokenizer's pieces; waits up to timeout_s for them to arrive, then None."""
+    def refuse_tokenizer(self, offered: ModelFacts, failure: Failure) -> None:
+        """The tokenizer of a rank cannot be passed on, now or later: front ends are answered this, unless the model
+        changed meanwhile."""
+        if self.wants_tokenizer(offered):
+            self._tokenizer_refused = failure
+            self._fetched.set()
+
+    async def tokenizer(self, timeout_s: float) -> tuple[TokenizerPiece, ...] | Failure | None:
+        """The tokenizer's pieces, or why they cannot be passed on; waits up to timeout_s for them to arrive, then
+        None."""
         fetched = self._fetched
         try:
             async with asyncio.timeout(timeout_s):
                 await fetched.wait()
         except TimeoutError:
             return None
-        return self._pieces
+        return self._pieces if self._tokenizer_refused is None else self._tokenizer_refused

@@ -162,6 +162,10 @@ class SessionDouble(session_service_pb2_grpc.SessionServiceServicer):
         # Every request ever, in order.
         self.requests: list[ScriptedRequest] = []
         self.num_tokenizer_calls = 0
+        # Seconds before each part of the tokenizer.
+        self.tokenizer_pause_s = 0.0
+        # Status and message that end every GetTokenizer.
+        self.tokenizer_refusal: tuple[grpc.StatusCode, str] | None = None
         self.address = ""
         self._port = 0
         self._server: grpc.aio.Server | None = None
@@ -281,8 +285,11 @@ class SessionDouble(session_service_pb2_grpc.SessionServiceServicer):
         self, request: session_service_pb2.SessionServiceGetTokenizerRequest, context: Any
     ) -> AsyncIterator[session_service_pb2.SessionServiceGetTokenizerResponse]:
         self.num_tokenizer_calls += 1
+        if self.tokenizer_refusal is not None:
+            await context.abort(*self.tokenizer_refusal)
         for name, data in self.files.items():
             for start in range(0, len(data), 1000):
+                await asyncio.sleep(self.tokenizer_pause_s)
                 chunk = model_pb2.TokenizerChunk(file_name=name, data=data[start : start + 1000])
                 yield session_service_pb2.SessionServiceGetTokenizerResponse(chunk=chunk)
 

@@ -130,6 +130,9 @@ class WorkerDouble(worker_service_pb2_grpc.WorkerServiceServicer):
         self.num_executed: dict[tuple[int, int, int], int] = {}
         self.session: Session | None = None
         self.num_streams = 0
+        self.num_tokenizer_calls = 0
+        # The end of every GetTokenizer.
+        self.tokenizer_code: grpc.StatusCode | None = None
         self.port = 0
         self._server: grpc.aio.Server | None = None
         self._streams: dict[int, asyncio.Task[Any]] = {}
@@ -226,6 +229,9 @@ class WorkerDouble(worker_service_pb2_grpc.WorkerServiceServicer):
     async def GetTokenizer(
         self, request: worker_service_pb2.GetTokenizerRequest, context: Any
     ) -> AsyncIterator[worker_service_pb2.GetTokenizerResponse]:
+        self.num_tokenizer_calls += 1
+        if self.tokenizer_code is not None:
+            await context.abort(self.tokenizer_code, "no tokenizer today")
         for name, data in TOKENIZER:
             half = len(data) // 2
             for piece in (data[:half], data[half:]):

@@ -84,7 +84,8 @@ class SessionServiceServicer:
 
     def GetTokenizer(self, request, context):
         """The tokenizer files of the served model, exactly as a worker gave them. UNAVAILABLE / NO_WORKER as above, and while no
-        worker has given them; NOT_FOUND / NO_TOKENIZER when the model has none.
+        worker has given them; NOT_FOUND / NO_TOKENIZER when the model has none; FAILED_PRECONDITION / TOKENIZER_TOO_LARGE when
+        they are too large to be passed on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -50,7 +50,8 @@ class SessionServiceStub:
     """The served model. UNAVAILABLE / NO_WORKER until a worker has joined once."""
     GetTokenizer: _grpc.UnaryStreamMultiCallable[_session_service_pb2.SessionServiceGetTokenizerRequest, _session_service_pb2.SessionServiceGetTokenizerResponse]
     """The tokenizer files of the served model, exactly as a worker gave them. UNAVAILABLE / NO_WORKER as above, and while no
-    worker has given them; NOT_FOUND / NO_TOKENIZER when the model has none.
+    worker has given them; NOT_FOUND / NO_TOKENIZER when the model has none; FAILED_PRECONDITION / TOKENIZER_TOO_LARGE when
+    they are too large to be passed on.
     """
 
 @_typing.type_check_only
@@ -75,7 +76,8 @@ class SessionServiceAsyncStub(SessionServiceStub):
     """The served model. UNAVAILABLE / NO_WORKER until a worker has joined once."""
     GetTokenizer: _aio.UnaryStreamMultiCallable[_session_service_pb2.SessionServiceGetTokenizerRequest, _session_service_pb2.SessionServiceGetTokenizerResponse]  # type: ignore[assignment]
     """The tokenizer files of the served model, exactly as a worker gave them. UNAVAILABLE / NO_WORKER as above, and while no
-    worker has given them; NOT_FOUND / NO_TOKENIZER when the model has none.
+    worker has given them; NOT_FOUND / NO_TOKENIZER when the model has none; FAILED_PRECONDITION / TOKENIZER_TOO_LARGE when
+    they are too large to be passed on.
     """
 
 class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -115,7 +117,8 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_session_service_pb2.SessionServiceGetTokenizerResponse], _abc.AsyncIterator[_session_service_pb2.SessionServiceGetTokenizerResponse]]:
         """The tokenizer files of the served model, exactly as a worker gave them. UNAVAILABLE / NO_WORKER as above, and while no
-        worker has given them; NOT_FOUND / NO_TOKENIZER when the model has none.
+        worker has given them; NOT_FOUND / NO_TOKENIZER when the model has none; FAILED_PRECONDITION / TOKENIZER_TOO_LARGE when
+        they are too large to be passed on.
         """
 
 def add_SessionServiceServicer_to_server(servicer: SessionServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -8,13 +8,14 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import grpc
 import pytest
 
-from scheduler_svc.frontend import template_process
+from scheduler_svc.frontend import session_transport, template_process
 from scheduler_svc.frontend.session_client import TOKENIZER_UNUSABLE
 from scheduler_svc.frontend.template_process import Piece, TemplateProcess
 from stepfence.v1 import generation_service_pb2 as pb
-from tests.contract.frontend.harness import complete, read_stream, refusal, served, text_request, until
+from tests.contract.frontend.harness import complete, front_end, read_stream, refusal, served, text_request, until
 from tests.support.session_double import BYTE_TOKENIZER, SessionDouble, byte_model
 from tests.unit.frontend.tokenizer_files import byte_level_json, files
 
@@ -99,6 +100,66 @@ async def test_f98_a_template_that_never_ends_stops_no_other_call(monkeypatch: p
                 assert "(in byte_tokenizer.json) used more than 0.5 s of CPU time" in answer.message
     finally:
         process.close()
+
+
+async def _only_token_ids_are_served(double: SessionDouble, caplog: pytest.LogCaptureFixture, cause: str) -> None:
+    """From the first moment on, with one line in the log, and with the tokenizer asked for once."""
+    double.play = lambda submit: [b"ok"]
+    async with served(double) as under_test:
+        for _ in range(2):
+            request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2, 3]))
+            assert (await read_stream(under_test.stub.Generate(request, timeout=30))).token_ids == list(b"ok")
+            answer = await refusal(under_test.stub.Complete(complete(text_request()), timeout=30))
+            assert (answer.code, answer.reason) == ("INVALID_ARGUMENT", "NO_TOKENIZER")
+            num_hellos = len(double.hellos)
+            double.drop_stream()
+            await until(lambda: len(double.hellos) > num_hellos)  # noqa: B023
+            await under_test.until_health(1)
+        assert double.num_tokenizer_calls == 1
+    (record,) = [record for record in caplog.records if "tokenizer" in record.message]
+    assert record.msg == TOKENIZER_UNUSABLE
+    assert cause in record.__dict__["cause"]
+
+
+async def test_a_tokenizer_that_the_scheduler_finds_too_large_is_asked_for_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    double = SessionDouble()
+    double.tokenizer_refusal = (grpc.StatusCode.FAILED_PRECONDITION, "the files have more than so many bytes")
+    await _only_token_ids_are_served(double, caplog, "the files have more than so many bytes")
+
+
+async def test_a_tokenizer_over_the_limit_is_fetched_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_transport, "_MAX_TOKENIZER_BYTES", 4_000)
+    double = SessionDouble(files={"byte_tokenizer.json": b"{" + b" " * 10_000 + b"}"})
+    await _only_token_ids_are_served(double, caplog, "the tokenizer's files have more than 4000 bytes")
+
+
+async def test_a_tokenizer_that_comes_slowly_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time allowed is that between two parts of it: fetched from the beginning again and again, it would never be
+    here."""
+    monkeypatch.setattr(session_transport, "_CALL_TIMEOUT_S", 0.6)
+    double = SessionDouble(files={"byte_tokenizer.json": b"{" + b" " * 5_000 + b"}"})
+    double.tokenizer_pause_s = 0.2
+    double.play = lambda submit: [b"ok"]
+    async with served(double) as under_test:
+        assert (await under_test.stub.Complete(complete(text_request()), timeout=30)).text == "ok"
+        assert double.num_tokenizer_calls == 1
+
+
+async def test_a_tokenizer_of_which_nothing_more_comes_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_transport, "_CHUNK_TIMEOUT_S", 0.1)
+    double = SessionDouble()
+    double.tokenizer_pause_s = 600.0
+    double.play = lambda submit: [b"ok"]
+    async with double as scheduler, front_end(scheduler, ready=False) as under_test:
+        await until(lambda: double.num_tokenizer_calls >= 2)
+        double.tokenizer_pause_s = 0.0
+        monkeypatch.setattr(session_transport, "_CHUNK_TIMEOUT_S", 30.0)
+        await under_test.until_health(1)
+        assert (await under_test.stub.Complete(complete(text_request()), timeout=30)).text == "ok"
 
 
 class _FaultyTokenizer:

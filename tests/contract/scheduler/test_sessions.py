@@ -15,6 +15,7 @@ from grpc_status import rpc_status
 
 from scheduler_svc.core.step_bytes import MAX_STOP_TOKEN_IDS
 from scheduler_svc.session import FrontEndSession
+from scheduler_svc.workers import client as worker_client
 from stepfence.v1 import admin_service_pb2
 from stepfence.v1 import session_service_pb2 as pb
 from tests.support.scheduler_process import RunningScheduler, running_scheduler, until
@@ -513,6 +514,67 @@ async def test_d41_model_and_tokenizer_come_as_the_worker_gave_them(
         assert (await client.stub.GetModel(pb.SessionServiceGetModelRequest())).model == model
         again = [response async for response in client.stub.GetTokenizer(pb.SessionServiceGetTokenizerRequest())]
         assert b"".join(each.chunk.data for each in again) == b"".join(data for _, data in TOKENIZER)
+
+
+async def _tokenizer_refusal(client: SessionClient) -> tuple[grpc.StatusCode, str, str]:
+    """Status, reason and message."""
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await client.stub.GetTokenizer(pb.SessionServiceGetTokenizerRequest()).read()
+    call: Any = error.value
+    status = rpc_status.from_call(call)
+    info = error_details_pb2.ErrorInfo()
+    assert status is not None and status.details[0].Unpack(info)
+    return error.value.code(), info.reason, error.value.details() or ""
+
+
+async def test_a_tokenizer_over_the_limit_is_fetched_once_and_said_to_be_too_large(
+    double: WorkerDouble, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_client, "_MAX_TOKENIZER_BYTES", 1000)
+    monkeypatch.setattr(worker_client, "_TOKENIZER_RETRY_S", 0.01)
+    async with running_scheduler(double.address) as scheduler, SessionClient(scheduler.address) as client:
+        await scheduler.ready()
+        for _ in range(2):
+            code, reason, message = await _tokenizer_refusal(client)
+            assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "TOKENIZER_TOO_LARGE")
+            assert "more than 1000 bytes" in message
+        # Neither again nor by the next epoch; and requests are served.
+        assert (await client.submit(PROMPT, 3).over()).tokens == complete(PROMPT, 3)
+        double.cut_streams()
+        await double.stop()
+        await scheduler.rank_is(double.address, "lost")
+        await double.start(double.port)
+        await scheduler.rank_is(double.address, "up")
+        assert (await client.submit(PROMPT, 3).over()).tokens == complete(PROMPT, 3)
+        assert double.num_tokenizer_calls == 1
+    (record,) = [record for record in caplog.records if "tokenizer" in record.message]
+    assert record.message.startswith("the model's tokenizer is too large, so clients can only send token ids")
+
+
+async def test_a_worker_that_gives_no_tokenizer_is_asked_less_and_less_often_and_logged_once(
+    double: WorkerDouble, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def noted(seconds: float) -> None:
+        if seconds >= worker_client._TOKENIZER_RETRY_S:
+            pauses.append(seconds)
+            seconds = 0.0
+        await sleep(seconds)
+
+    monkeypatch.setattr(worker_client, "_TOKENIZER_RETRY_S", 100.0)
+    monkeypatch.setattr(worker_client, "_MAX_TOKENIZER_RETRY_S", 700.0)
+    monkeypatch.setattr(asyncio, "sleep", noted)
+    double.tokenizer_code = grpc.StatusCode.INTERNAL
+    async with running_scheduler(double.address) as scheduler, SessionClient(scheduler.address) as client:
+        await scheduler.ready()
+        await until(lambda: len(pauses) >= 6)
+        assert pauses[:5] == [100.0, 200.0, 400.0, 700.0, 700.0]
+        double.tokenizer_code = None
+        responses = [each async for each in client.stub.GetTokenizer(pb.SessionServiceGetTokenizerRequest())]
+        assert b"".join(each.chunk.data for each in responses) == b"".join(data for _, data in TOKENIZER)
+    assert len([record for record in caplog.records if record.message == "no tokenizer from rank"]) == 1
 
 
 async def test_without_a_worker_there_is_no_model(double: WorkerDouble) -> None:
