@@ -56,16 +56,13 @@ class GenerationServicer(GenerationServiceServicer):
     async def Complete(
         self, request: generation_pb2.CompleteRequest, context: Context
     ) -> generation_pb2.CompleteResponse:
-        events: list[Accepted | Delta | Finished] = []
+        answer = codec.CompleteAnswer()
 
         async def collect(event: Accepted | Delta | Finished) -> None:
-            events.append(event)
+            answer.add(event)
 
         await self._answer(context, lambda: self._run(request.request, context, collect))
-        accepted, *deltas, finished = events
-        assert isinstance(accepted, Accepted)
-        assert isinstance(finished, Finished)
-        return codec.encode_complete(accepted, [delta for delta in deltas if isinstance(delta, Delta)], finished)
+        return answer.message()
 
     async def Abort(self, request: generation_pb2.AbortRequest, context: Context) -> generation_pb2.AbortResponse:
         async def abort() -> generation_pb2.AbortResponse:

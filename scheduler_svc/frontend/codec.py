@@ -110,21 +110,34 @@ def encode_event(event: calls.Accepted | calls.Delta | calls.Finished) -> genera
     return generation_pb2.GenerateResponse(finished=finished)
 
 
-def encode_complete(
-    accepted: calls.Accepted, deltas: list[calls.Delta], finished: calls.Finished
-) -> generation_pb2.CompleteResponse:
-    response = generation_pb2.CompleteResponse(
-        request_id=accepted.request_id,
-        text="".join(delta.text for delta in deltas),
-        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
-        reason=_WIRE_FINISH_REASONS[finished.reason],
-        usage=encode_usage(finished.usage),
-    )
-    if finished.stop_token_id is not None:
-        response.stop_token_id = finished.stop_token_id
-    if finished.stop_string is not None:
-        response.stop_string = finished.stop_string
-    return response
+class CompleteAnswer:
+    """The answer of Complete, made of the events of its request as they come: made at the end, a long one would take
+    long."""
+
+    def __init__(self) -> None:
+        self._response = generation_pb2.CompleteResponse()
+        self._texts: list[str] = []
+
+    def add(self, event: calls.Accepted | calls.Delta | calls.Finished) -> None:
+        """The next event."""
+        response = self._response
+        if isinstance(event, calls.Accepted):
+            response.request_id = event.request_id
+        elif isinstance(event, calls.Delta):
+            self._texts.append(event.text)
+            response.token_ids.extend(event.token_ids)
+        else:
+            response.reason = _WIRE_FINISH_REASONS[event.reason]
+            response.usage.CopyFrom(encode_usage(event.usage))
+            if event.stop_token_id is not None:
+                response.stop_token_id = event.stop_token_id
+            if event.stop_string is not None:
+                response.stop_string = event.stop_string
+
+    def message(self) -> generation_pb2.CompleteResponse:
+        """Once, after the last event."""
+        self._response.text = "".join(self._texts)
+        return self._response
 
 
 def encode_model(model: calls.ModelDescription) -> model_pb2.ModelInfo:

@@ -46,6 +46,7 @@ from scheduler_svc.frontend.resolve import (
 )
 from scheduler_svc.frontend.session_client import ServedModel, SessionClient
 from scheduler_svc.frontend.stops import StopMatcher
+from scheduler_svc.frontend.template_process import Piece
 from scheduler_svc.frontend.text import Tokenizer
 
 T = TypeVar("T")
@@ -236,11 +237,9 @@ class FrontEnd:
         num_bytes = sum(len(m.role.encode()) + len(m.content.encode()) for m in prompt.messages)
         self._check_size(num_bytes, "chat")
         try:
-            pieces = await self._beside(Lane.CHATS, num_bytes, lambda: tokenizer.render_chat(prompt.messages))
+            pieces, num_bytes = await self._beside(Lane.CHATS, num_bytes, lambda: _rendered(tokenizer, prompt))
         except ChatError as error:
             raise invalid((Violation("chat", str(error)),), "INVALID_CHAT") from error
-        # What a template leaves out does not count.
-        num_bytes = sum(len(piece.text.encode()) for piece in pieces)
         check_prompt_bytes(num_bytes, tokenizer.fewest_tokens(num_bytes, is_chat=True), model)
         return await self._tokenized(num_bytes, lambda: self._checked(tokenizer.encode_pieces(pieces), model))
 
@@ -288,6 +287,12 @@ class FrontEnd:
         """The same without waiting for the scheduler."""
         for generation in list(self._live.values()):
             generation.give_up(DRAINING)
+
+
+def _rendered(tokenizer: Tokenizer, prompt: ChatPrompt) -> tuple[list[Piece], int]:
+    """The pieces of a conversation, and their bytes: what a template leaves out does not count."""
+    pieces = tokenizer.render_chat(prompt.messages)
+    return pieces, sum(len(piece.text.encode()) for piece in pieces)
 
 
 def _needed(tokenizer: Tokenizer | None, field: str) -> Tokenizer:

@@ -49,6 +49,9 @@ class Limits:
     # ... and in front of each thread, so many wait at most, and so much of them together. The same for chats.
     max_waiting_prompts: int = 1024
     max_waiting_prompt_bytes: int = 8 << 20
+    # Output tokens that become text before others get their turn. With the most and longest stop strings, one of 128
+    # characters takes half a millisecond.
+    max_tokens_at_once: int = 64
     # Token ids copied from a message before others get their turn.
     max_ids_at_once: int = 32_768
 

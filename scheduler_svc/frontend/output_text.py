@@ -1,14 +1,14 @@
 """From output token ids to what a client may see: text, and the ids it came from, held back together (D32).
 
 Tokens are gathered into groups that end where no character is half decoded. A group goes out as soon as nothing of it
-can become part of a stop string, so everything ever sent decodes to exactly the text sent with it.
+can become part of a stop string, so everything ever sent decodes to exactly the text sent with it. What is held is kept
+in arrays: as objects, the tokens of many requests would keep the garbage collector busy.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from scheduler_svc.frontend.calls import Delta
@@ -28,16 +28,6 @@ class TokenDecoder(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Group:
-    # First character, counted from the start of the output, and one after the last.
-    start: int
-    end: int
-    text: list[str] = field(default_factory=list)
-    # Each token with the number of output characters complete after it.
-    tokens: list[tuple[int, int]] = field(default_factory=list)
-
-
 class OutputAssembler:
     """The output of one request.
 
@@ -52,12 +42,15 @@ class OutputAssembler:
 
     __slots__ = (
         "_decoder",
-        "_groups",
+        "_ends",
+        "_group_ends",
         "_min_tokens",
         "_num_chars",
-        "_open",
+        "_num_closed",
         "_stop_ids",
         "_stops",
+        "_text",
+        "_token_ids",
         "num_tokens",
         "stop_string",
         "stop_token_id",
@@ -75,9 +68,15 @@ class OutputAssembler:
         self._stops = stops
         self._stop_ids = stop_ids
         self._min_tokens = min_tokens
+        # Characters of the output so far, and those of them that are held.
         self._num_chars = 0
-        self._groups: deque[_Group] = deque()
-        self._open = _Group(0, 0)
+        self._text = ""
+        # Of every token that is held: its id, the number of the output's characters after it, whether its group ends.
+        self._token_ids = array("q")
+        self._ends = array("q")
+        self._group_ends = bytearray()
+        # Tokens held in groups that have ended.
+        self._num_closed = 0
         self.num_tokens = 0
         self.stop_string: str | None = None
         self.stop_token_id: int | None = None
@@ -114,10 +113,7 @@ class OutputAssembler:
             match = self._append(token_id)
             if match is not None:
                 return self._take_until(match.start)
-        if self._open.tokens:
-            self._groups.append(self._open)
-            self._open = _Group(self._num_chars, self._num_chars)
-        return _joined(self._drain(self._num_chars))
+        return self._delivered(len(self._token_ids), self._num_chars)
 
     def _push(self, token_id: int) -> StopMatch | None:
         if token_id in self._stop_ids and self.num_tokens >= self._min_tokens:
@@ -131,43 +127,56 @@ class OutputAssembler:
         self.num_tokens += 1
         text = "" if self._decoder is None else self._decoder.push(token_id)
         self._num_chars += len(text)
-        group = self._open
-        group.text.append(text)
-        group.tokens.append((token_id, self._num_chars))
-        group.end = self._num_chars
+        self._text += text
+        self._token_ids.append(token_id)
+        self._ends.append(self._num_chars)
         match = None if self._stops is None or not text else self._stops.feed(text, armed=armed)
         if match is not None:
             self.stop_string = match.stop_string
-        if match is not None or self._decoder is None or not self._decoder.pending:
-            self._groups.append(group)
-            self._open = _Group(self._num_chars, self._num_chars)
+        ends_group = match is not None or self._decoder is None or not self._decoder.pending
+        self._group_ends.append(ends_group)
+        if ends_group:
+            self._num_closed = len(self._token_ids)
         return match
 
     def _take(self) -> Delta | None:
-        num_held = 0 if self._stops is None else self._stops.num_held
-        return _joined(self._drain(self._num_chars - num_held))
+        safe = self._num_chars - (0 if self._stops is None else self._stops.num_held)
+        num_tokens = self._num_until(safe)
+        return self._delivered(num_tokens, self._ends[num_tokens - 1]) if num_tokens else None
 
     def _take_until(self, cut: int) -> Delta | None:
         """A stop string begins at character `cut`: everything before it, and the ids down to the last token that has a
         character before it."""
-        groups = self._drain(cut)
-        if self._groups and self._groups[0].start < cut:
-            last = self._groups[0]
-            num_tokens = next(index for index, (_, end) in enumerate(last.tokens, 1) if end >= cut)
-            text = "".join(last.text)[: cut - last.start]
-            groups.append(_Group(last.start, cut, [text], last.tokens[:num_tokens]))
-        self._groups.clear()
-        return _joined(groups)
+        num_tokens = self._num_until(cut)
+        start = self._ends[num_tokens - 1] if num_tokens else self._num_chars - len(self._text)
+        if start < cut:
+            num_tokens = next(index for index, end in enumerate(self._ends, 1) if end >= cut)
+        delta = self._delivered(num_tokens, cut)
+        self._delivered(len(self._token_ids), self._num_chars)
+        return delta
 
-    def _drain(self, safe: int) -> list[_Group]:
-        groups = []
-        while self._groups and self._groups[0].end <= safe:
-            groups.append(self._groups.popleft())
-        return groups
+    def _num_until(self, num_chars: int) -> int:
+        """Tokens held in whole groups that lie within so many characters of the output."""
+        if num_chars == self._num_chars:
+            return self._num_closed
+        found = 0
+        for index in range(self._num_closed):
+            if self._ends[index] > num_chars:
+                break
+            if self._group_ends[index]:
+                found = index + 1
+        return found
 
-
-def _joined(groups: list[_Group]) -> Delta | None:
-    if not groups:
-        return None
-    text = "".join(part for group in groups for part in group.text)
-    return Delta(text, tuple(token_id for group in groups for token_id, _ in group.tokens))
+    def _delivered(self, num_tokens: int, num_chars: int) -> Delta | None:
+        """The first tokens that are held, with the text that ends at this character of the output; they are held no
+        more."""
+        if not num_tokens:
+            return None
+        size = len(self._text) - (self._num_chars - num_chars)
+        delta = Delta(self._text[:size], tuple(self._token_ids[:num_tokens]))
+        self._text = self._text[size:]
+        del self._token_ids[:num_tokens]
+        del self._ends[:num_tokens]
+        del self._group_ends[:num_tokens]
+        self._num_closed = max(0, self._num_closed - num_tokens)
+        return delta

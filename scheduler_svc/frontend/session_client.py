@@ -397,7 +397,7 @@ class SessionClient:
             helpers.append(asyncio.create_task(self._help(stream, self._keep_model_known)))
             helpers.append(asyncio.create_task(self._help(stream, self._resubmit)))
             while True:
-                self._take(await stream.receive())
+                await self._take(await stream.receive())
         except TimeoutError:
             raise SessionLost(f"the scheduler did not answer within {self._timing.attach_timeout_s:g} s") from None
         finally:
@@ -430,7 +430,7 @@ class SessionClient:
         self._attached = self._is_resubmitting = True
         self._model_wanted.set()
         log.info("attached to the scheduler", extra={"incarnation": f"{frame.attached.scheduler_incarnation:016x}"})
-        self._take(frame)
+        await self._take(frame)
         self.on_change()
 
     def _check_term(self, term: int) -> None:
@@ -463,12 +463,12 @@ class SessionClient:
 
     # --- frames down ---
 
-    def _take(self, frame: AttachResponse) -> None:
+    async def _take(self, frame: AttachResponse) -> None:
         if frame.HasField("model_changed"):
             self._model_wanted.set()
             self._end_requests_of_other_models(codec.decode_model(frame.model_changed.model))
         self._take_answers(frame)
-        self._take_output(frame)
+        await self._take_output(frame)
         if frame.HasField("readiness"):
             self._no_worker_because = None if frame.readiness.ready else frame.readiness.cause
             self.on_change()
@@ -484,11 +484,9 @@ class SessionClient:
             if (request := self._live.pop(refused.handle, None)) is not None:
                 request.refused(codec.decode_failure(refused.failure), asyncio.get_running_loop().time())
 
-    def _take_output(self, frame: AttachResponse) -> None:
+    async def _take_output(self, frame: AttachResponse) -> None:
         if frame.HasField("tokens"):
-            for handle, token_ids in codec.decode_tokens(frame.tokens):
-                if (request := self._live.get(handle)) is not None:
-                    request.tokens(token_ids)
+            await self._take_tokens(frame.tokens)
         for changed in frame.usage_changed:
             if (request := self._live.get(changed.handle)) is not None:
                 request.usage.changed(codec.decode_usage(changed.usage), asyncio.get_running_loop().time())
@@ -496,6 +494,22 @@ class SessionClient:
             ended = codec.decode_ended(message)
             if (request := self._live.pop(message.handle, None)) is not None:
                 request.ended(ended)
+
+    async def _take_tokens(self, columns: session_service_pb2.TokenColumns) -> None:
+        """In parts, between which others get their turn: a frame has the tokens of all requests, and what each of them
+        costs depends on its request's stop strings."""
+        size = self._limits.max_tokens_at_once
+        num_taken = 0
+        for handle, token_ids in codec.decode_tokens(columns):
+            for start in range(0, len(token_ids), size):
+                part = token_ids[start : start + size]
+                if num_taken + len(part) > size:
+                    await asyncio.sleep(0)
+                    num_taken = 0
+                num_taken += len(part)
+                # It may have ended meanwhile.
+                if (request := self._live.get(handle)) is not None:
+                    request.tokens(part)
 
     def _end_requests_of_other_models(self, model: ModelDescription) -> None:
         """A text cannot be continued by another model than the one that began it."""

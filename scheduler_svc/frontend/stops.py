@@ -1,8 +1,8 @@
 """Finding stop strings in text that arrives piece by piece.
 
 For every stop string it is known how many of its first characters the text so far ends with (Knuth, Morris and Pratt).
-The largest of these numbers is exactly what must not be sent yet. Memory is two bytes a character of the stop strings,
-time constant for each character and stop string.
+The largest of these numbers is exactly what must not be sent yet. Memory is at most two bytes a character of the stop
+strings, time constant for each character and stop string, taken over the whole text.
 
 Which stop string wins does not depend on how the text is cut: the one that is complete first; of several complete with
 the same character, the longest, that is the one that began first.
@@ -32,14 +32,15 @@ class _Candidate:
     def __init__(self, stop_string: str) -> None:
         self.stop_string = stop_string
         self.num_matched = 0
-        # Per number of matched characters: the next smaller number that they also end with.
+        # Per number of matched characters: the next smaller number that they also end with. As far as it was needed:
+        # most stop strings are never begun, and a long one takes long.
         self._shorter = array("H", (0, 0))
-        for char in stop_string[1:]:
-            self._shorter.append(self._extended(self._shorter[-1], char))
 
     def take(self, char: str) -> bool:
         """Whether the stop string is complete with this character."""
         num_matched = self._extended(self.num_matched, char)
+        if num_matched == len(self._shorter):
+            self._shorter.append(self._extended(self._shorter[-1], char))
         complete = num_matched == len(self.stop_string)
         self.num_matched = self._shorter[num_matched] if complete else num_matched
         return complete

@@ -20,7 +20,7 @@ from scheduler_svc.frontend.outbox import Outbox
 from scheduler_svc.frontend.session_client import SessionClient
 from scheduler_svc.frontend.text import ByteTokenizer, Tokenizer
 from scheduler_svc.frontend.usage import Usage
-from stepfence.v1 import model_pb2, session_service_pb2
+from stepfence.v1 import model_pb2, session_service_pb2, usage_pb2
 from stepfence.v1.session_service_pb2 import AttachRequest, AttachResponse
 from tests.support.virtual_time import run_virtually as run
 
@@ -406,3 +406,53 @@ def test_f118_a_frame_has_so_many_of_each_kind_and_no_more() -> None:
     while (frame := outbox.take()) is not None:
         sizes.append((len(frame.submits), len(frame.cancels), len(frame.text_ended)))
     assert sizes == [(3, 0, 0), (3, 0, 0), (1, 3, 0), (0, 3, 0), (0, 1, 3), (0, 0, 3), (0, 0, 1)]
+
+
+def test_no_turn_takes_the_tokens_of_a_whole_frame() -> None:
+    """What a token costs depends on the stop strings of its request, and a frame has the tokens of all requests."""
+
+    async def scenario() -> None:
+        transport = MemoryTransport()
+        session = client(transport)
+        running = asyncio.create_task(session.run())
+        await until_ready(session)
+        per_turn: list[int] = [0]
+
+        class Counting(Sink):
+            def tokens(self, token_ids: Sequence[int]) -> None:
+                per_turn[-1] += len(token_ids)
+                super().tokens(token_ids)
+
+        async def count_turns() -> None:
+            while True:
+                await asyncio.sleep(0)
+                per_turn.append(0)
+
+        sinks = [Counting() for _ in range(300)]
+        handles = [session.submit(submission(str(index)), sink) for index, sink in enumerate(sinks)]
+        await asyncio.sleep(0.01)
+        counting = asyncio.create_task(count_turns())
+        counts = [1] * 299 + [1000]
+        tokens = session_service_pb2.TokenColumns(
+            handles=array("i", handles).tobytes(),
+            counts=array("i", counts).tobytes(),
+            token_ids=array("i", range(sum(counts))).tobytes(),
+        )
+        ended = [
+            session_service_pb2.RequestEnded(
+                handle=h, ok=session_service_pb2.EndedOk(reason=usage_pb2.FINISH_REASON_LENGTH)
+            )
+            for h in handles
+        ]
+        transport.streams[-1].down.put_nowait(AttachResponse(tokens=tokens, ended=ended))
+        while sinks[-1].heard[-1:] != ["ended"]:
+            await asyncio.sleep(0)
+        counting.cancel()
+        assert sum(per_turn) == sum(counts)
+        assert max(per_turn) <= 64
+        assert sinks[0].heard == ["tokens [0]", "ended"]
+        assert sinks[298].heard == ["tokens [298]", "ended"]
+        assert len(sinks[-1].heard) > 2
+        running.cancel()
+
+    run(scenario())
