@@ -352,6 +352,9 @@ class FrontendSettings(_Calls):
     """Settings of `stepfence frontend`."""
 
     listen: Address = Field("127.0.0.1:50051", description="HOST:PORT to listen on for clients.")
+    openai_listen: OptionalAddress = Field(
+        None, description="HOST:PORT to listen on for OpenAI's clients (HTTP); none = off."
+    )
     scheduler: Address = Field("127.0.0.1:50052", description="HOST:PORT of the scheduler.")
     scheduler_grace_s: Seconds = Field(
         30.0, ge=0, description="Seconds live requests wait for a scheduler to come back before they end."
@@ -376,6 +379,8 @@ class UpSettings(_Scheduling, _Calls):
     """
 
     listen: Address = Field("127.0.0.1:50051", description="HOST:PORT for clients (front end).")
+    openai: bool = Field(True, description="Serve OpenAI's clients, too, at openai_listen.")
+    openai_listen: Address = Field("127.0.0.1:8000", description="HOST:PORT for OpenAI's clients (HTTP).")
     scheduler_listen: Address = Field("127.0.0.1:50052", description="HOST:PORT of the scheduler.")
     worker_listen: Address = Field(
         "127.0.0.1:50061", description="HOST:PORT of the first worker; the others take the next ports."
@@ -428,10 +433,11 @@ class UpSettings(_Scheduling, _Calls):
         shared = {name: getattr(self, name) for name in (*_Scheduling.model_fields, "cluster_secret_file")}
         return SchedulerSettings(listen=listen, worker=workers, **shared)
 
-    def frontend_settings(self, listen: str, scheduler: str) -> FrontendSettings:
+    def frontend_settings(self, listen: str, scheduler: str, openai_listen: str | None) -> FrontendSettings:
         """The front end's part."""
         return FrontendSettings(
             listen=listen,
+            openai_listen=openai_listen,
             scheduler=scheduler,
             cluster_secret_file=self.cluster_secret_file,
             drain_deadline_s=self.drain_deadline_s,

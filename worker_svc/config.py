@@ -45,6 +45,8 @@ OTHER_SETTINGS: Final = (
     "max_queued_requests",
     "max_queued_tokens",
     "metrics_listen",
+    "openai",
+    "openai_listen",
     "no_worker_grace_s",
     "num_speculative_tokens",
     "policy",

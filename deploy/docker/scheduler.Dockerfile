@@ -30,7 +30,7 @@ ENV PATH=/opt/stepfence/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 S
 USER 10001:10001
 ENTRYPOINT ["stepfence"]
 CMD ["scheduler", "--listen", "0.0.0.0:50052"]
-EXPOSE 50051 50052 9400
+EXPOSE 8000 50051 50052 9400
 # Alive, not ready: a scheduler without workers is healthy. compose.yaml asks the front end another question.
 HEALTHCHECK --interval=10s --timeout=8s --start-period=30s --retries=3 \
     CMD ["stepfence", "health", "--target", "127.0.0.1:50052", "--timeout", "5"]

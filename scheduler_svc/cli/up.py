@@ -56,7 +56,7 @@ _WORKER_SETTINGS: Final = (
 )
 _DEFAULT_ADDRESSES: Final = tuple(
     str(UpSettings.model_fields[name].default)
-    for name in ("listen", "scheduler_listen", "worker_listen", "metrics_listen")
+    for name in ("listen", "scheduler_listen", "worker_listen", "metrics_listen", "openai_listen")
 )
 
 
@@ -68,6 +68,7 @@ class Addresses:
     scheduler: str
     workers: tuple[str, ...]
     metrics: str | None
+    openai: str | None
 
 
 def run(settings: UpSettings) -> int:
@@ -120,7 +121,9 @@ def choose_addresses(settings: UpSettings, log: MergedLog) -> Addresses:
     host, _, first = settings.worker_listen.rpartition(":")
     wanted_ports = [int(first) + (index if int(first) else 0) for index in range(settings.workers)]
     metrics = settings.metrics_listen
-    asked_for = [settings.listen, settings.scheduler_listen, *([metrics] if metrics else []), *_DEFAULT_ADDRESSES]
+    openai = settings.openai_listen if settings.openai else None
+    others = [address for address in (metrics, openai) if address]
+    asked_for = [settings.listen, settings.scheduler_listen, *others, *_DEFAULT_ADDRESSES]
     # Whoever must move does not take what another part asks for (that one would have to move, too), nor where commands
     # look for another part.
     asked = frozenset({*(int(address.rpartition(":")[2]) for address in asked_for), *wanted_ports} - {0})
@@ -129,11 +132,13 @@ def choose_addresses(settings: UpSettings, log: MergedLog) -> Addresses:
         scheduler=free_address(settings.scheduler_listen, taken, asked),
         workers=tuple(free_address(f"{host}:{port}", taken, asked) for port in wanted_ports),
         metrics=free_address(metrics, taken, asked) if metrics else None,
+        openai=free_address(openai, taken, asked) if openai else None,
     )
     for name, wanted, got in (
         ("listen", settings.listen, chosen.frontend),
         ("scheduler_listen", settings.scheduler_listen, chosen.scheduler),
         ("metrics_listen", metrics, chosen.metrics),
+        ("openai_listen", openai, chosen.openai),
         *(("worker_listen", f"{host}:{port}", got) for port, got in zip(wanted_ports, chosen.workers, strict=True)),
     ):
         if wanted and got and wanted != got and not wanted.endswith(":0"):
@@ -179,7 +184,7 @@ class _Up:
         settings = self._settings.model_copy(update=update)
         program = [sys.executable, "-m", "scheduler_svc"]
         scheduler = [*program, "scheduler", *as_flags(settings.scheduler_settings(at.scheduler, at.workers))]
-        frontend = [*program, "frontend", *as_flags(settings.frontend_settings(at.frontend, at.scheduler))]
+        frontend = [*program, "frontend", *as_flags(settings.frontend_settings(at.frontend, at.scheduler, at.openai))]
         workers = [
             Part(
                 "worker" if len(at.workers) == 1 else f"worker-{index}",
@@ -264,8 +269,20 @@ class _Up:
             f"ready after {seconds:.1f} s: clients call {address} (no encryption, no authentication)",
             f'  {command} generate "The capital of France is" --max-tokens 16 --temperature 0{target}',
             f"  {call}",
+            *self._how_to_chat(),
             *self._how_to_ask(),
             "Ctrl-C ends it.",
+        ]
+
+    def _how_to_chat(self) -> list[str]:
+        """How OpenAI's clients call it."""
+        if self._addresses.openai is None:
+            return []
+        url = f"http://{self._addresses.openai}/v1"
+        body = '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}'
+        return [
+            f"OpenAI's clients: base_url {url}, any api_key",
+            f"  curl {url}/chat/completions -H 'Content-Type: application/json' -d '{body}'",
         ]
 
     def _how_to_ask(self) -> list[str]:

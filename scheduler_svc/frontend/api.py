@@ -40,8 +40,6 @@ class GenerationServicer(GenerationServiceServicer):
         Complete calls are taken; None: any number."""
         self._front_end = front_end
         self._gate = gate
-        # Events that gRPC has taken to deliver, of all streams.
-        self.num_events_taken = 0
         self._secret = secret
 
     async def Generate(  # type: ignore[override]
@@ -49,7 +47,7 @@ class GenerationServicer(GenerationServiceServicer):
     ) -> None:
         async def deliver(event: Accepted | Delta | Finished) -> None:
             await context.write(codec.encode_event(event))
-            self.num_events_taken += 1
+            self._front_end.num_events_taken += 1
 
         await self._answer(context, lambda: self._run(request, context, deliver))
 

@@ -73,6 +73,8 @@ class FrontEnd:
         self._live: dict[str, Generation] = {}
         # Those of the live ids that their clients chose.
         self._chosen_ids: set[str] = set()
+        # Events that were taken to be delivered to clients, of all calls.
+        self.num_events_taken = 0
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()

@@ -21,6 +21,10 @@ class Limits:
     # What fits into one message to the scheduler, of 16 MiB, at four bytes a token.
     max_prompt_tokens: int = 4_000_000
     max_chat_messages: int = 4096
+    # Prompts of one call of the OpenAI port, each of which becomes a request of its own.
+    max_prompts_at_once: int = 128
+    # A body of the OpenAI port up to this size is parsed on the spot; it takes a millisecond.
+    max_inline_body_bytes: int = 16 << 10
     max_request_id_bytes: int = 256
     max_salt_bytes: int = 256
     max_stop_strings: int = 16
@@ -59,3 +63,8 @@ class Limits:
     def max_message_bytes(self) -> int:
         """Largest message that is received from a client, after decompression."""
         return max(_USUAL_MESSAGE_BYTES, self.max_prompt_bytes + _BESIDE_PROMPT_BYTES)
+
+    @property
+    def max_http_body_bytes(self) -> int:
+        """Largest body that is read at the OpenAI port. JSON may write a character of two bytes as six."""
+        return max(_USUAL_MESSAGE_BYTES, 3 * self.max_prompt_bytes + _BESIDE_PROMPT_BYTES)

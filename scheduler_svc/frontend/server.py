@@ -24,6 +24,8 @@ from scheduler_svc.frontend.api import GenerationServicer
 from scheduler_svc.frontend.engine import FrontEnd
 from scheduler_svc.frontend.gate import CallGate
 from scheduler_svc.frontend.limits import Limits
+from scheduler_svc.frontend.openai.app import application
+from scheduler_svc.frontend.openai.server import DoorServer
 from scheduler_svc.frontend.prompt_lanes import Lane, PromptLanes
 from scheduler_svc.frontend.session_client import SessionClient, SessionTiming
 from scheduler_svc.frontend.session_transport import GrpcTransport
@@ -61,7 +63,8 @@ def run(settings: FrontendSettings) -> int:
 class FrontEndProcess:
     """Everything one front end consists of. `serve` runs it; tests run it on a loop of their own.
 
-    port: the one really listened on, once `listening` is set.
+    port: the one really listened on, once `listening` is set. openai_address: the same of the OpenAI port, "" without
+    one.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class FrontEndProcess:
         self._limits = replace(limits or Limits(), max_prompt_bytes=settings.max_prompt_bytes)
         self._rng = rng or random.SystemRandom()
         self.port = 0
+        self.openai_address = ""
         self.listening = asyncio.Event()
         self._first_signal = asyncio.Event()
         self._second_signal = asyncio.Event()
@@ -97,22 +101,27 @@ class FrontEndProcess:
         )
         session.on_change = self._readiness_changed.set
         self.front_end = FrontEnd(session, limits=self._limits, rng=self._rng, lanes=lanes)
+        self._gate = CallGate(
+            max_calls=self._settings.max_calls,
+            max_calls_per_peer=self._settings.max_calls_per_peer,
+            gateways=self._settings.gateway,
+        )
         try:
             server, checks = self._build_server()
-        except OSError as error:
-            told = "cannot listen on %s: choose another address with --listen"
-            log.error(told, self._settings.listen, extra={"cause": str(error)})
+            door = await self._open_door(lanes)
+        except _CannotListen as error:
+            log.error("cannot listen on %s: choose another address with %s", *error.args, extra={"cause": error.cause})
             await transport.close()
             lanes.close()
             return EXIT_FATAL
         await server.start()
         tasks = [asyncio.create_task(session.run()), asyncio.create_task(self._keep_health(checks))]
-        self._announce()
+        self._announce(door)
         try:
             with self._signals() if signals else contextlib.nullcontext():
-                return await self._until_stopped(server)
+                return await self._until_stopped(server, door)
         finally:
-            await server.stop(0)
+            await _stop(server, door, 0)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -129,33 +138,43 @@ class FrontEndProcess:
     # --- start ---
 
     def _build_server(self) -> tuple[grpc.aio.Server, HealthServicer]:
-        """Raises OSError when the address cannot be listened on."""
+        """Raises _CannotListen."""
         server = channels.server(
             self._settings.listen,
             max_message_bytes=self._limits.max_message_bytes,
             # Complete has its GenerateRequest in the field `request`.
             budget=MessageBudget(envelopes=frozenset({"request"})),
         )
-        gate = CallGate(
-            max_calls=self._settings.max_calls,
-            max_calls_per_peer=self._settings.max_calls_per_peer,
-            gateways=self._settings.gateway,
-        )
-        self._servicer = GenerationServicer(self.front_end, self._secret, gate)
+        self._servicer = GenerationServicer(self.front_end, self._secret, self._gate)
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(self._servicer, server)
         checks = HealthServicer()
         checks.set(SERVICE, is_serving=False)
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
         reflection.enable_server_reflection((SERVICE, _HEALTH_SERVICE, reflection.SERVICE_NAME), server)
-        self.port = channels.listen(server, self._settings.listen)
+        with _listening(self._settings.listen, "--listen"):
+            self.port = channels.listen(server, self._settings.listen)
         return server, checks
 
-    def _announce(self) -> None:
+    async def _open_door(self, lanes: PromptLanes) -> DoorServer | None:
+        """The OpenAI port; None without one. Raises _CannotListen."""
+        listen = self._settings.openai_listen
+        if listen is None:
+            return None
+        door = DoorServer(application(self.front_end, self._gate, lanes), max_calls=self._settings.max_calls)
+        with _listening(listen, "--openai-listen"):
+            await door.start(listen)
+        self.openai_address = door.address
+        return door
+
+    def _announce(self, door: DoorServer | None) -> None:
         host = self._settings.listen.rpartition(":")[0]
         address = f"{host}:{self.port}"
         facts = {"address": address, "service": SERVICE, "scheduler": self._settings.scheduler}
         log.info("listening on %s", address, extra=facts)
         channels.warn_when_exposed(address, channels.OPEN_TO_CLIENTS)
+        if door is not None:
+            log.info("OpenAI's clients are served", extra={"address": door.address})
+            channels.warn_when_exposed(door.address, channels.OPEN_TO_CLIENTS)
         self.listening.set()
 
     # --- health ---
@@ -188,7 +207,7 @@ class FrontEndProcess:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
 
-    async def _until_stopped(self, server: grpc.aio.Server) -> int:
+    async def _until_stopped(self, server: grpc.aio.Server, door: DoorServer | None) -> int:
         await self._first_signal.wait()
         self.front_end.begin_drain()
         log.info(
@@ -199,7 +218,7 @@ class FrontEndProcess:
         if is_done or not (self.front_end.num_live or self._second_signal.is_set()):
             unread = self.front_end.num_streams
             # What was refused meanwhile gets its answer.
-            await server.stop(_FAREWELL_S)
+            await _stop(server, door, _FAREWELL_S)
             log.info("stopped", extra={"calls_not_read_to_the_end": unread} if unread else {})
             return EXIT_OK
         if self._second_signal.is_set():
@@ -209,7 +228,7 @@ class FrontEndProcess:
         await self._idle_within(_FAREWELL_S)
         self.front_end.give_up_all()
         await self._idle_within(_FAREWELL_S)
-        await server.stop(_FAREWELL_S / 10)
+        await _stop(server, door, _FAREWELL_S / 10)
         log.warning("stopped with work cut off", extra={"requests": num_cut})
         return self._exit_at_once or EXIT_CUT_OFF
 
@@ -230,6 +249,27 @@ class FrontEndProcess:
     async def _only_unread_calls_left(self) -> None:
         """Wait until every request has ended and the clients of the open calls have taken nothing for a while."""
         num_taken = -1
-        while self.front_end.num_live or num_taken != self._servicer.num_events_taken:
-            num_taken = -1 if self.front_end.num_live else self._servicer.num_events_taken
+        while self.front_end.num_live or num_taken != self.front_end.num_events_taken:
+            num_taken = -1 if self.front_end.num_live else self.front_end.num_events_taken
             await asyncio.sleep(_UNREAD_S)
+
+
+async def _stop(server: grpc.aio.Server, door: DoorServer | None, grace_s: float) -> None:
+    """Give open calls this many seconds for their last message."""
+    await asyncio.gather(server.stop(grace_s), *([] if door is None else [door.close(grace_s)]))
+
+
+class _CannotListen(Exception):
+    """args: the address, and the setting it came from."""
+
+    def __init__(self, address: str, setting: str, cause: str) -> None:
+        super().__init__(address, setting)
+        self.cause = cause
+
+
+@contextlib.contextmanager
+def _listening(address: str, setting: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _CannotListen(address, setting, str(error)) from None

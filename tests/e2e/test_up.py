@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import openai
 import pytest
 
 from scheduler_svc.cli.health import check
@@ -34,7 +35,8 @@ def up(tmp_path: Path) -> Iterator[Up]:
     started: list[Process] = []
 
     def start(*arguments: str, environment: dict[str, str] | None = None) -> Process:
-        ports = ["--listen", "127.0.0.1:0", "--scheduler-listen", "127.0.0.1:0", "--worker-listen", "127.0.0.1:0"]
+        names = ("--listen", "--openai-listen", "--scheduler-listen", "--worker-listen")
+        ports = [argument for name in names for argument in (name, "127.0.0.1:0")]
         command = [sys.executable, "-m", "scheduler_svc", "up", "--runner", "scripted", "--metrics-listen", "none"]
         log = tmp_path / f"up-{len(started)}.log"
         started.append(start_process("up", [*command, *ports, *arguments], log, environment))
@@ -95,6 +97,13 @@ def _ready(process: Process, patience_s: float = PATIENCE_S) -> str:
     return found.group(1)
 
 
+def _openai(process: Process) -> openai.OpenAI:
+    """A client of the port that `up` named."""
+    found = re.search(r"base_url (\S+),", process.output())
+    assert found is not None, process.tail()
+    return openai.OpenAI(base_url=found.group(1), api_key="any", max_retries=0)
+
+
 def _generate(
     address: str, *arguments: str, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -129,6 +138,19 @@ def test_it_says_how_to_call_it_and_the_commands_work(up: Up) -> None:
     )
     assert '"FINISH_REASON_LENGTH"' in answer.stdout, answer
     assert len(_parts(process)) == 4
+
+
+def test_openais_client_is_served_where_it_says(up: Up) -> None:
+    process = up()
+    _ready(process)
+    with _openai(process) as client:
+        answer = client.chat.completions.create(
+            model=client.models.list().data[0].id, messages=[{"role": "user", "content": "Hello"}], max_tokens=7
+        )
+    assert answer.usage is not None and answer.usage.completion_tokens == 7
+    without = up("--no-openai")
+    _ready(without)
+    assert "base_url" not in without.output()
 
 
 def test_f86_a_proxy_of_the_environment_is_not_between_the_parts(up: Up) -> None:
@@ -229,6 +251,19 @@ def test_a_real_model_answers_and_everything_ends_at_a_signal(up: Up) -> None:
     events = [json.loads(line) for line in answer.stdout.splitlines()]
     assert_greedy_equal([token for event in events for token in event.get("delta", {}).get("token_ids", [])], expected)
     assert "Paris" in "".join(event.get("delta", {}).get("text", "") for event in events)
+    with _openai(process) as client:
+        told = client.completions.create(
+            model="smollm2-135m-instruct", prompt="The capital of France is", max_tokens=16, temperature=0
+        )
+        assert told.choices[0].text == "".join(event.get("delta", {}).get("text", "") for event in events)
+        chat = client.chat.completions.create(
+            model="smollm2-135m-instruct",
+            messages=[{"role": "user", "content": "What is the capital of France?"}],
+            temperature=0,
+            stream=True,
+        )
+        said = "".join(chunk.choices[0].delta.content or "" for chunk in chat)
+    assert "Paris" in said
     parts = _parts(process)
     asked = time.monotonic()
     process.signal(signal.SIGTERM)

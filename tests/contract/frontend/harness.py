@@ -84,7 +84,7 @@ async def front_end(
 ) -> AsyncIterator[FrontEndUnderTest]:
     """Attached to the double, and ready unless told otherwise; ended at once afterwards."""
     process = FrontEndProcess(
-        FrontendSettings(listen="127.0.0.1:0", scheduler=double.address, **settings),
+        FrontendSettings(**{"listen": "127.0.0.1:0", "scheduler": double.address, **settings}),
         limits=limits,
         secret=secret,
     )

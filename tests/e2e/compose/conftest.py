@@ -27,7 +27,7 @@ def _free_port() -> int:
 @pytest.fixture(scope="session")
 def project() -> Iterator[Stack]:
     """The project, its images built from this checkout. Nothing is left of it afterwards."""
-    stack = Stack(port=_free_port())
+    stack = Stack(port=_free_port(), openai_port=_free_port())
     stack.settings["STEPFENCE_SCRIPT"] = f'{{"delay_ms": {STEP_MS}}}'
     stack.down()
     stack.compose("build", "--quiet", "scheduler", "worker", patience_s=BUILD_S)

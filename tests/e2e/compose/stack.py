@@ -90,6 +90,7 @@ class Stack:
     """One project. `settings` are STEPFENCE_* variables, as a person's environment or .env would give them."""
 
     port: int
+    openai_port: int = 8000
     files: tuple[str, ...] = ("compose.yaml", "compose.scripted.yaml")
     settings: dict[str, str] = field(default_factory=dict)
     env_file: str = ".env.example"
@@ -106,7 +107,8 @@ class Stack:
         """Run docker compose on this project."""
         files = [part for file in self.files for part in ("--file", file)]
         command = ["docker", "compose", "--project-name", self.project, "--env-file", self.env_file, *files]
-        environment = {**os.environ, "STEPFENCE_TAG": "test", "STEPFENCE_PORT": str(self.port), **self.settings}
+        environment = {**os.environ, "STEPFENCE_TAG": "test", "STEPFENCE_PORT": str(self.port)}
+        environment |= {"STEPFENCE_OPENAI_PORT": str(self.openai_port), **self.settings}
         return _run([*command, *arguments], environment, patience_s, check)
 
     async def run(self, *arguments: str) -> str:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import grpc.aio
+import openai
 import pytest
 
 from stepfence.v1 import generation_service_pb2 as pb
@@ -73,7 +74,7 @@ def test_older_engines_can_read_the_files() -> None:
 
 def test_every_documented_setting_reaches_what_it_sets() -> None:
     documented = re.findall(r"^#?(STEPFENCE_[A-Z_]+)=", (ROOT / ".env.example").read_text(), re.M)
-    numeric = {"STEPFENCE_PORT": "51234", "STEPFENCE_WORKERS": "77"} | {
+    numeric = {"STEPFENCE_PORT": "51234", "STEPFENCE_OPENAI_PORT": "51235", "STEPFENCE_WORKERS": "77"} | {
         name: f"{700 + index}m"
         for index, name in enumerate(documented)
         if name.endswith("_MEMORY") and "KV" not in name
@@ -140,13 +141,14 @@ def test_containers_can_do_no_more_than_they_must(stack: Stack) -> None:
         stack.execute(found.service, "touch", "/tmp/x")
 
 
-def test_one_port_is_published_and_on_loopback_only(stack: Stack) -> None:
+def test_the_ports_of_clients_are_published_and_on_loopback_only(stack: Stack) -> None:
     published = {
         found.service: {port: bound for port, bound in found.facts["NetworkSettings"]["Ports"].items() if bound}
         for found in stack.containers()
     }
-    only = [{"HostIp": "127.0.0.1", "HostPort": str(stack.port)}]
-    assert published == {"scheduler": {}, "worker": {}, "frontend": {"50051/tcp": only}}
+    ports = {"50051/tcp": stack.port, "8000/tcp": stack.openai_port}
+    only = {port: [{"HostIp": "127.0.0.1", "HostPort": str(here)}] for port, here in ports.items()}
+    assert published == {"scheduler": {}, "worker": {}, "frontend": only}
     networks = set(stack.container("scheduler").facts["NetworkSettings"]["Networks"])
     assert networks == {f"{PROJECT}_inside"}
     (inside,) = json.loads(docker("network", "inspect", *networks).stdout)
@@ -183,6 +185,16 @@ async def test_a_client_outside_and_one_in_a_container_get_the_answer(stack: Sta
     inside = stack.execute("frontend", "stepfence", "generate", "hello", "--max-tokens", "30", "--temperature", "0")
     assert inside.stdout == bytes(expected("hello", 30)).decode() + "\n"
     assert "[length] 5 prompt tokens" in inside.stderr
+
+
+async def test_openais_client_outside_gets_the_answer(stack: Stack) -> None:
+    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{stack.openai_port}/v1", api_key="-") as client:
+        answer = await client.completions.create(model="scripted", prompt="hello", max_tokens=30, temperature=0)
+        assert answer.choices[0].text == bytes(expected("hello", 30)).decode()
+        stream = await client.chat.completions.create(
+            model="scripted", messages=[{"role": "user", "content": "hello"}], max_tokens=30, stream=True
+        )
+        assert [chunk.choices[0].finish_reason async for chunk in stream][-1] == "length"
 
 
 # --- one part fails ---------------------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ _IMAGE = "stepfence/worker-cpu:test"
 @pytest.fixture(scope="module")
 def real() -> Iterator[Stack]:
     """Three workers that start together, on an empty volume."""
-    stack = Stack(port=int(free_address("127.0.0.1:0", set()).rpartition(":")[2]), files=("compose.yaml",))
+    port, openai_port = (int(free_address("127.0.0.1:0", set()).rpartition(":")[2]) for _ in range(2))
+    stack = Stack(port=port, openai_port=openai_port, files=("compose.yaml",))
     # One machine computes for all of them.
     stack.settings |= {"STEPFENCE_THREADS": "1", "STEPFENCE_KV_MEMORY": "256MiB"}
     stack.down()

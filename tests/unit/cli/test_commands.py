@@ -205,7 +205,7 @@ def test_help_names_what_kind_of_value_a_flag_takes(
         "ADDRESS": {"--gateway"},
         "BYTES": {"--max-prompt-bytes", "--kv-memory"},
         "NAME": {"--model", "--runner", "--device", "--dtype", "--policy", "--log-format"},
-        "HOST:PORT": {"--listen", "--scheduler-listen", "--worker-listen", "--metrics-listen"},
+        "HOST:PORT": {"--listen", "--scheduler-listen", "--worker-listen", "--metrics-listen", "--openai-listen"},
     }
     for kind, flags in expected.items():
         assert {flag for flag, shown in kinds.items() if shown == kind} == flags

@@ -78,6 +78,7 @@ def test_up_moves_only_the_part_whose_port_is_taken(capsys: pytest.CaptureFixtur
             worker_listen=f"127.0.0.1:{port + 2}",
             workers=2,
             metrics_listen=None,
+            openai=False,
             runner="scripted",
         )
         chosen = up.choose_addresses(settings, MergedLog("text"))
@@ -99,6 +100,7 @@ def test_up_says_which_worker_moved(capsys: pytest.CaptureFixture[str]) -> None:
             worker_listen=f"127.0.0.1:{port - 1}",
             workers=2,
             metrics_listen=None,
+            openai=False,
             runner="scripted",
         )
         chosen = up.choose_addresses(settings, MergedLog("json"))
@@ -225,7 +227,10 @@ async def test_a_part_of_which_no_process_can_be_made_is_tried_again(
 ) -> None:
     monkeypatch.setattr(restarts, "PAUSES_S", (0.0,))
     free = "127.0.0.1:0"
-    running = up._Up(UpSettings(runner="scripted", workers=0, listen=free, scheduler_listen=free, metrics_listen=None))
+    settings = UpSettings(
+        runner="scripted", workers=0, listen=free, openai_listen=free, scheduler_listen=free, metrics_listen=None
+    )
+    running = up._Up(settings)
     running._ready_once = True
     part: Any = _Unforkable(2)
     await asyncio.wait_for(running._keep(part), 30)

@@ -1,0 +1,366 @@
+"""The ASGI application: routes, bodies, and one request from its first byte to its last."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Final, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from scheduler_svc.frontend.calls import Accepted, Finished
+from scheduler_svc.frontend.containment import is_containable
+from scheduler_svc.frontend.engine import FrontEnd
+from scheduler_svc.frontend.errors import INTERNAL, Code, Failure, RequestError, quoted
+from scheduler_svc.frontend.gate import CallGate
+from scheduler_svc.frontend.limits import Limits
+from scheduler_svc.frontend.openai import answers, requests
+from scheduler_svc.frontend.openai.choices import Choices, started
+from scheduler_svc.frontend.openai.requests import Wanted
+from scheduler_svc.frontend.prompt_lanes import PromptLanes
+
+# Seconds for the whole body, and between two signs of life of a stream.
+BODY_TIMEOUT_S: Final = 30.0
+KEEP_ALIVE_S: Final = 15.0
+
+T = TypeVar("T")
+Read = Callable[[bytes, Limits], Wanted]
+
+log = logging.getLogger(__name__)
+
+
+class ClientGone(Exception):
+    """The client has closed its connection; it gets no answer."""
+
+
+class Refused(Exception):
+    """An error of HTTP itself, and the answer to it."""
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.problem = answers.problem(status, reason, message)
+
+
+def application(front_end: FrontEnd, gate: CallGate, lanes: PromptLanes) -> ASGIApp:
+    """What the HTTP server calls. lanes: where long bodies are read."""
+    door = Door(front_end, gate, lanes)
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", door.endpoint(requests.read_chat, answers.CHAT), methods=["POST"]),
+            Route("/v1/completions", door.endpoint(requests.read_completion, answers.COMPLETION), methods=["POST"]),
+            Route("/v1/models", door.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", door.model, methods=["GET"]),
+            Route("/health", door.health, methods=["GET"]),
+        ],
+        exception_handlers={HTTPException: _not_here},
+    )
+    # /v1/models/ is not another spelling of /v1/models: a redirect would lose the body of a POST.
+    app.router.redirect_slashes = False
+    return app
+
+
+class Door:
+    """The endpoints. An endpoint is an ASGI application of its own, since it writes parts of an answer and looks after
+    its client meanwhile."""
+
+    def __init__(self, front_end: FrontEnd, gate: CallGate, lanes: PromptLanes) -> None:
+        self._front_end = front_end
+        self._gate = gate
+        self._lanes = lanes
+        self._limits = front_end.limits
+
+    # --- what is served ---
+
+    async def models(self, _: Request) -> Response:
+        try:
+            return _response(200, {"object": "list", "data": [self._model_json()]})
+        except RequestError as error:
+            return _problem_response(answers.problem_of(error, {}))
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        try:
+            served = self._front_end.model.name
+            if name == served:
+                return _response(200, self._model_json())
+            message = f"the model {quoted(name)} is not served here; served: {quoted(served)}"
+            raise RequestError(Failure(Code.NOT_FOUND, "MODEL_NOT_FOUND", message, {"served": served}))
+        except RequestError as error:
+            return _problem_response(answers.problem_of(error, {}))
+
+    def _model_json(self) -> answers.Json:
+        model = self._front_end.model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "stepfence",
+            "max_model_len": model.max_model_len,
+        }
+
+    async def health(self, _: Request) -> Response:
+        cause = self._front_end.not_ready_cause
+        return _response(200, {"status": "ready"}) if cause is None else _response(503, {"status": cause})
+
+    # --- generation ---
+
+    def endpoint(self, read: Read, kind: answers.Kind) -> ASGIApp:
+        """An endpoint that reads bodies with `read` and answers in this kind."""
+
+        async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
+            client = _Client(receive, send)
+            names: dict[str, str] = {}
+            try:
+                await self._answer(scope, client, read, kind, names)
+            except ClientGone:
+                return
+            except Refused as refused:
+                await client.fail(refused.problem)
+            except RequestError as error:
+                await client.fail(answers.problem_of(error, names))
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:
+                if not is_containable(error):
+                    raise
+                log.exception("call failed")
+                await client.fail(answers.problem_of(RequestError(INTERNAL), {}))
+
+        return _Endpoint(endpoint)
+
+    async def _answer(
+        self, scope: Scope, client: _Client, read: Read, kind: answers.Kind, names: dict[str, str]
+    ) -> None:
+        with self._front_end.stream(), contextlib.ExitStack() as gates:
+            peer = _peer(scope)
+            gates.enter_context(self._gate.call(peer))
+            body = await self._body(Request(scope), client)
+            wanted = await self._read(read, body)
+            del body
+            names.update(wanted.names)
+            for _ in wanted.calls[1:]:
+                gates.enter_context(self._gate.call(peer))
+            async with client.watched():
+                await self._generate(client, wanted, kind)
+
+    async def _generate(self, client: _Client, wanted: Wanted, kind: answers.Kind) -> None:
+        async with started(self._front_end, wanted.calls) as choices:
+            answer = answers.Answer(kind, choices.request_id, self._front_end.model.name, len(wanted.calls))
+            if wanted.is_stream:
+                await self._stream(client, choices, answer, with_usage=wanted.with_usage)
+            else:
+                await self._whole(client, choices, answer)
+
+    async def _stream(self, client: _Client, choices: Choices, answer: answers.Answer, *, with_usage: bool) -> None:
+        # The head goes out with the first event, so that what is refused is refused by its status.
+        while (happened := await client.unless_gone(choices.next(), alive=client.is_streaming)) is not None:
+            index, event = happened
+            if isinstance(event, Accepted):
+                part = answer.first_part(index)
+                await client.begin_stream(answer.request_id)
+            elif isinstance(event, Finished):
+                part = answer.last_part(index, event)
+            else:
+                part = answer.text_part(index, event)
+            if part is not None:
+                await client.write(part)
+            self._front_end.num_events_taken += 1
+        if with_usage:
+            await client.write(answer.usage_part())
+        await client.end(answers.END_OF_STREAM)
+
+    async def _whole(self, client: _Client, choices: Choices, answer: answers.Answer) -> None:
+        while (happened := await client.unless_gone(choices.next(), alive=False)) is not None:
+            index, event = happened
+            if not isinstance(event, Accepted):
+                answer.add(index, event)
+            self._front_end.num_events_taken += 1
+        pieces = []
+        for piece in answer.whole():
+            pieces.append(piece)
+            await asyncio.sleep(0)
+        await client.send_whole(200, pieces, answer.request_id)
+
+    # --- bodies ---
+
+    async def _body(self, request: Request, client: _Client) -> bytes:
+        """Raises Refused, ClientGone."""
+        _check_headers(request, self._limits.max_http_body_bytes)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for piece in client.body():
+                    body += piece
+                    if len(body) > self._limits.max_http_body_bytes:
+                        raise _too_large(self._limits.max_http_body_bytes)
+        except TimeoutError:
+            raise Refused(408, "BODY_TIMEOUT", f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
+        return bytes(body)
+
+    async def _read(self, read: Read, body: bytes) -> Wanted:
+        if len(body) <= self._limits.max_inline_body_bytes:
+            return read(body, self._limits)
+        lane = self._lanes.lane_for(len(body))
+        return await self._lanes.run(lane, len(body), lambda: read(body, self._limits))
+
+
+class _Endpoint:
+    """Starlette takes a function for an endpoint that returns a response; an object, for an ASGI application."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+class _Client:
+    """The client of one request: what it sends, what it is sent, and whether it is still there."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._gone: asyncio.Task[None] | None = None
+        self.is_streaming = False
+
+    async def body(self) -> AsyncIterator[bytes]:
+        """The pieces of the body. Raises ClientGone."""
+        more = True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            yield message.get("body", b"")
+            more = message.get("more_body", False)
+
+    @contextlib.asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Look out for its leaving. After the body."""
+        self._gone = asyncio.ensure_future(self._until_gone())
+        try:
+            yield
+        finally:
+            self._gone.cancel()
+            await asyncio.gather(self._gone, return_exceptions=True)
+
+    async def _until_gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def unless_gone(self, work: Coroutine[Any, Any, T], *, alive: bool) -> T:
+        """The result of work, which is cancelled when the client leaves. alive: send the client a sign of life when it
+        takes long. Raises ClientGone, and what work raises."""
+        assert self._gone is not None
+        task = asyncio.ensure_future(work)
+        try:
+            while True:
+                timeout = KEEP_ALIVE_S if alive else None
+                await asyncio.wait({task, self._gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                if task.done():
+                    return task.result()
+                if self._gone.done():
+                    raise ClientGone
+                await self.write(answers.KEEP_ALIVE)
+        finally:
+            task.cancel()
+
+    # --- answers ---
+
+    async def begin_stream(self, request_id: str) -> None:
+        """The head of a stream, once."""
+        if not self.is_streaming:
+            self.is_streaming = True
+            # X-Accel-Buffering: nginx keeps parts of a stream back without it.
+            headers = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
+            await self._start(200, {**headers, "x-request-id": request_id})
+
+    async def write(self, part: bytes) -> None:
+        """Returns when the client's connection takes more."""
+        await self._send({"type": "http.response.body", "body": part, "more_body": True})
+
+    async def end(self, part: bytes = b"") -> None:
+        await self._send({"type": "http.response.body", "body": part, "more_body": False})
+
+    async def send_whole(self, status: int, pieces: list[bytes], request_id: str | None = None) -> None:
+        headers = {"content-type": "application/json", "content-length": str(sum(map(len, pieces)))}
+        if request_id is not None:
+            headers["x-request-id"] = request_id
+        await self._start(status, headers)
+        for piece in pieces:
+            await self.write(piece)
+        await self.end()
+
+    async def fail(self, problem: answers.Problem) -> None:
+        """The error as the answer, or as the last event of a stream that has begun."""
+        if self.is_streaming:
+            await self.write(answers.event(problem.body))
+            await self.end()
+            return
+        body = answers.encoded(problem.body)
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **_extra(problem)}
+        await self._start(problem.status, headers)
+        await self.end(body)
+
+    async def _start(self, status: int, headers: dict[str, str]) -> None:
+        pairs = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": pairs})
+
+
+def _check_headers(request: Request, max_bytes: int) -> None:
+    """Raises Refused. A content type other than JSON is refused: a web page may send those to any address without
+    asking, and a page that a user looks at should not make the user's own server work."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        message = f"send the body as Content-Type: application/json, not {quoted(kind) if kind else 'without one'}"
+        raise Refused(415, "UNSUPPORTED_MEDIA_TYPE", message)
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise Refused(415, "UNSUPPORTED_MEDIA_TYPE", "compressed bodies are not read here: send it as it is")
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > max_bytes:
+        raise _too_large(max_bytes)
+
+
+def _too_large(max_bytes: int) -> Refused:
+    return Refused(413, "BODY_TOO_LARGE", f"the body has more than {max_bytes} bytes, the most that are read")
+
+
+def _extra(problem: answers.Problem) -> dict[str, str]:
+    headers = {} if problem.retry_after_s is None else {"retry-after": str(problem.retry_after_s)}
+    if problem.status in (408, 413):
+        # The rest of the body is not read.
+        headers["connection"] = "close"
+    return headers
+
+
+def _response(status: int, value: answers.Json) -> Response:
+    return Response(answers.encoded(value), status, media_type="application/json")
+
+
+def _problem_response(problem: answers.Problem) -> Response:
+    return Response(answers.encoded(problem.body), problem.status, _extra(problem), media_type="application/json")
+
+
+async def _not_here(request: Request, error: Exception) -> Response:
+    """An unknown path or method."""
+    assert isinstance(error, HTTPException)
+    served = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /health"
+    said = f"{request.method} {quoted(request.url.path)} is not served here; served: {served}"
+    problem = answers.problem(error.status_code, "NOT_SERVED", said)
+    headers = dict(error.headers or {})
+    return Response(answers.encoded(problem.body), problem.status, headers, media_type="application/json")
+
+
+def _peer(scope: Scope) -> str:
+    """The client's address, as gRPC names a peer."""
+    client = scope.get("client")
+    if not client:
+        return "unix:"
+    host, port = client
+    return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
