@@ -19,6 +19,7 @@ from scheduler_svc.core.stats import Usage
 from scheduler_svc.core.step_bytes import MAX_ID_BYTES, MAX_STOP_TOKEN_IDS
 from scheduler_svc.errors import Failure, SessionProtocolError, SessionRefused
 from scheduler_svc.errors import failure as ended_failure
+from scheduler_svc.rpc import tenants
 from scheduler_svc.rpc.wire import PROTOCOL_REVISION, pack, unpack, works_with
 from scheduler_svc.workers.codec import ModelFacts, TokenizerPiece
 from stepfence.v1 import model_pb2, sampling_pb2, session_service_pb2, usage_pb2
@@ -46,6 +47,8 @@ class Submission:
     timeout_s: float | None
     output_tokens: array[int] | None = None
     age_s: float = 0.0
+    # "": the tenant without a name.
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class SessionFeature(IntEnum):
 
     PRIORITY = session_service_pb2.SESSION_FEATURE_PRIORITY
     RESUBMIT = session_service_pb2.SESSION_FEATURE_RESUBMIT
+    TENANTS = session_service_pb2.SESSION_FEATURE_TENANTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +209,7 @@ def _submission(message: session_service_pb2.Submit) -> Submission:
         timeout_s=timeout_s,
         output_tokens=output_tokens,
         age_s=age_s,
+        tenant=message.tenant,
     )
 
 
@@ -250,7 +255,10 @@ def parameter_problem(submission: Submission, vocab_size: int | None) -> tuple[s
 def _text_problem(submission: Submission) -> tuple[str, str] | None:
     if not submission.request_id:
         return "request_id", "must not be empty"
-    for name, value in (("request_id", submission.request_id), ("cache_salt", submission.cache_salt)):
+    if submission.tenant and not tenants.is_name(submission.tenant):
+        return "tenant", f"must be {tenants.RULE}"
+    whole_id = tenants.qualified(submission.tenant, submission.request_id)
+    for name, value in (("request_id", whole_id), ("cache_salt", submission.cache_salt)):
         if len(value.encode()) > MAX_ID_BYTES:
             return name, f"must be at most {MAX_ID_BYTES} bytes of UTF-8"
     return None

@@ -272,6 +272,9 @@ class _Scheduling(_Settings):
     max_fruitless_epochs: int = Field(
         3, ge=0, description="Worker failures in a row a request may be part of before it fails; 0 = no limit."
     )
+    tenant_limits_file: OptionalPath = Field(
+        None, description="TOML with limits of tenants (docs/security.md); none = no limits."
+    )
     no_worker_grace_s: Seconds = Field(
         30.0, ge=0, description="Seconds new requests still queue after the last worker was lost."
     )
@@ -330,6 +333,9 @@ class SchedulerSettings(_Scheduling):
 class _Calls(_Settings):
     """What the front end takes from clients; shared by `frontend` and `up`."""
 
+    client_tokens_file: OptionalPath = Field(
+        None, description="File with the tokens of clients and their tenants (docs/security.md); none = all may call."
+    )
     max_prompt_bytes: int = Field(
         1_048_576, ge=1, le=_MAX_PROMPT_BYTES, description="Longest prompt text in bytes of UTF-8, at most 16 MiB."
     )
@@ -524,13 +530,18 @@ def _read_sections(path: Path, settings: type[_Settings]) -> dict[str, Any]:
     return values
 
 
-def _read_tables(path: Path) -> dict[str, dict[str, Any]]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """Raises SettingsError."""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: not a TOML file: {error}") from None
+
+
+def _read_tables(path: Path) -> dict[str, dict[str, Any]]:
+    tables = read_toml(path)
     problems = _unknown_in_file(path, tables)
     if problems:
         raise SettingsError("\n".join(problems))

@@ -28,6 +28,7 @@ from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from scheduler_svc.rpc.health import HealthServicer
 from scheduler_svc.service import SchedulerService, ServiceOptions
 from scheduler_svc.session import SessionServicer
+from scheduler_svc.tenant_limits import read_tenant_limits
 from scheduler_svc.workers.grpc_transport import GrpcTransport
 from scheduler_svc.workers.resolver import SystemResolver
 from scheduler_svc.workers.session import Timeouts
@@ -104,6 +105,7 @@ def core_config(settings: SchedulerSettings) -> SchedulerConfig:
         max_queued_requests=settings.max_queued_requests,
         max_queued_tokens=settings.max_queued_tokens,
         no_worker_grace_s=settings.no_worker_grace_s,
+        tenants=read_tenant_limits(settings.tenant_limits_file),
     )
 
 

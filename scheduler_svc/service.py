@@ -319,7 +319,7 @@ class SchedulerService:
 
 
 def _features(core: Scheduler) -> tuple[SessionFeature, ...]:
-    always = (SessionFeature.RESUBMIT,)
+    always = (SessionFeature.RESUBMIT, SessionFeature.TENANTS)
     return (*always, SessionFeature.PRIORITY) if core.accepts_priority else always
 
 

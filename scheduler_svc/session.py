@@ -32,6 +32,7 @@ from scheduler_svc.core.events import (
 from scheduler_svc.errors import Code, Failure, SessionProtocolError, SessionRefused
 from scheduler_svc.facts import MetricsSink
 from scheduler_svc.loop import SchedulerLoop
+from scheduler_svc.rpc import tenants
 from scheduler_svc.rpc.status import abort
 from scheduler_svc.start_gate import StartGate
 from scheduler_svc.workers.codec import ModelFacts
@@ -147,7 +148,7 @@ class FrontEndSession:
             return
         sampling = submission.sampling
         yield RequestArrived(
-            request_id=submission.request_id,
+            request_id=tenants.qualified(submission.tenant, submission.request_id),
             handle=self.number << _HANDLE_BITS | handle,
             prompt=submission.prompt,
             max_tokens=sampling.max_tokens,
@@ -160,6 +161,7 @@ class FrontEndSession:
             deadline=deadline,
             arrival=arrival,
             output_tokens=submission.output_tokens,
+            tenant=submission.tenant,
         )
 
     def _cancel(self, cancellation: Cancellation) -> Iterator[Event]:

@@ -41,6 +41,8 @@ OTHER_SETTINGS: Final = (
     "max_prompt_bytes",
     "max_calls",
     "max_calls_per_peer",
+    "client_tokens_file",
+    "tenant_limits_file",
     "gateway",
     "max_queued_requests",
     "max_queued_tokens",

@@ -15,6 +15,30 @@ class Policy(str, Enum):
     PRIORITY = "priority"
 
 
+# Stands for each tenant that is not named.
+EVERYONE = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """How much of the deployment one tenant may have; None: any amount. tenant "*": each tenant that is not named."""
+
+    tenant: str
+    # Requests running at once, over all ranks.
+    max_running: int | None = None
+    # Requests accepted that do not run, preempted ones included; a new one is refused beyond it.
+    max_queued: int | None = None
+    # Prompt and output tokens. A request is charged what it may take at most when it is accepted, and given back at its
+    # end what it has not taken.
+    tokens_per_minute: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "max_queued", "tokens_per_minute"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} of tenant {self.tenant!r} must be at least 1, not {value}")
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Everything the core may be told. Token counts in tokens, times in seconds; defaults are decision D11 and the
@@ -53,6 +77,7 @@ class SchedulerConfig:
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4_000_000
     no_worker_grace_s: float = 30.0
+    tenants: tuple[TenantLimits, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_ranges()

@@ -73,6 +73,8 @@ class RequestArrived:
     awaits_grammar: bool = False
     # Names of what a rank must have to run it.
     features: tuple[str, ...] = ()
+    # For whom it runs; "": callers that show no token.
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +210,7 @@ class RefusalReason(Enum):
     FEATURE_NOT_SUPPORTED = "FEATURE_NOT_SUPPORTED"
     DUPLICATE_REQUEST_ID = "DUPLICATE_REQUEST_ID"
     QUEUE_FULL = "QUEUE_FULL"
+    TENANT_LIMIT = "TENANT_LIMIT"
     NO_WORKER = "NO_WORKER"
     DRAINING = "DRAINING"
 

@@ -105,7 +105,7 @@ def finish(
     request.ticket.blocked_by = None
     transition(request, status)
     del state.requests[request.request_id]
-    state.resources.on_finish(request)
+    state.resources.on_finish(request, state.now)
     state.policy.on_finish(request)
     if rank is not None and run is not None and run.row >= 0:
         # Announce the end to the worker that has the request, or had it last.

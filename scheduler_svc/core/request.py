@@ -170,6 +170,7 @@ class Request:
         "skip_prefix_cache",
         "status",
         "stops",
+        "tenant",
         "ticket",
         "tokens",
     )
@@ -186,6 +187,7 @@ class Request:
     ) -> None:
         self.request_id = event.request_id
         self.handle = event.handle
+        self.tenant = event.tenant
         self.tokens = array("i", event.prompt)
         self.num_prompt_tokens = self.num_tokens = len(event.prompt)
         # No stop of any kind below this many tokens, prompt included.

@@ -213,7 +213,7 @@ class Scheduler:
             chain=chain,
             needs_result_first=state.config.rules.results_first,
         )
-        state.resources.on_arrive(request, event)
+        state.resources.on_arrive(request, event, state.now)
         state.requests[request.request_id] = request
         if was_accepted_before:
             state.queue.insert(request)

@@ -17,7 +17,10 @@ _UNBOUNDED = 1 << 31
 
 def judge(state: CoreState, event: RequestArrived) -> Limits | RequestRefused:
     """Limits for an acceptable request, else the refusal. Changes nothing."""
-    return _refusal_before_sizes(state, event) or _fit(state, event)
+    verdict = _refusal_before_sizes(state, event) or _fit(state, event)
+    if isinstance(verdict, RequestRefused):
+        return verdict
+    return state.resources.refusal(event, verdict, state.now) or verdict
 
 
 def duplicate(state: CoreState, event: RequestArrived) -> RequestRefused | None:

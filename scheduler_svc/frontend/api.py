@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, Final, NoReturn, TypeVar, cast
 
 import grpc
 import grpc.aio
 
 from scheduler_svc.frontend import codec
+from scheduler_svc.frontend.callers import Caller, Callers
 from scheduler_svc.frontend.calls import Accepted, Delta, Finished
 from scheduler_svc.frontend.containment import is_containable
 from scheduler_svc.frontend.engine import FrontEnd
 from scheduler_svc.frontend.errors import INTERNAL, RequestError
 from scheduler_svc.frontend.gate import CallGate
-from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from stepfence.v1 import generation_service_pb2 as generation_pb2
 from stepfence.v1.generation_service_pb2_grpc import GenerationServiceServicer
 
@@ -35,12 +36,12 @@ class GenerationServicer(GenerationServiceServicer):
     """Handlers are plain coroutines that write, not generators: a cancelled call is cancelled where it waits, so what
     it holds is released at once and not when a generator is collected."""
 
-    def __init__(self, front_end: FrontEnd, secret: ClusterSecret | None = None, gate: CallGate | None = None) -> None:
-        """secret: callers that show it may abort any request; see `FrontEnd.abort`. gate: how many Generate and
-        Complete calls are taken; None: any number."""
+    def __init__(self, front_end: FrontEnd, callers: Callers | None = None, gate: CallGate | None = None) -> None:
+        """callers: who may call; None: everyone. gate: how many Generate and Complete calls are taken; None: any
+        number."""
         self._front_end = front_end
         self._gate = gate
-        self._secret = secret
+        self._callers = callers or Callers(None)
 
     async def Generate(  # type: ignore[override]
         self, request: generation_pb2.GenerateRequest, context: Context
@@ -64,18 +65,20 @@ class GenerationServicer(GenerationServiceServicer):
 
     async def Abort(self, request: generation_pb2.AbortRequest, context: Context) -> generation_pb2.AbortResponse:
         async def abort() -> generation_pb2.AbortResponse:
-            self._front_end.abort(request.request_id, by_operator=self._is_operator(context))
+            self._front_end.abort(request.request_id, self._caller(context))
             return generation_pb2.AbortResponse()
 
         return await self._answer(context, abort)
 
-    def _is_operator(self, context: Context) -> bool:
-        return self._secret is not None and self._secret.is_in(context.invocation_metadata())
+    def _caller(self, context: Context) -> Caller:
+        """Raises RequestError."""
+        return self._callers.caller(context.invocation_metadata())
 
     async def GetModel(
         self, request: generation_pb2.GetModelRequest, context: Context
     ) -> generation_pb2.GetModelResponse:
         async def model() -> generation_pb2.GetModelResponse:
+            self._caller(context)
             return generation_pb2.GetModelResponse(model=codec.encode_model(self._front_end.model))
 
         return await self._answer(context, model)
@@ -87,9 +90,11 @@ class GenerationServicer(GenerationServiceServicer):
         deliver: Callable[[Accepted | Delta | Finished], Awaitable[None]],
     ) -> None:
         """Streams and answers are made here, by the same code."""
+        # Strangers take no place from others.
+        caller = self._caller(context)
         gate = contextlib.nullcontext() if self._gate is None else self._gate.call(context.peer())
         with gate, self._front_end.stream():
-            call = codec.decode_call(request, self._front_end.limits)
+            call = replace(codec.decode_call(request, self._front_end.limits), tenant=caller.tenant)
             with await self._front_end.start(call, context.time_remaining) as generation:
                 while (event := await generation.next()) is not None:
                     await deliver(event)

@@ -84,6 +84,8 @@ class GenerateCall:
     priority: int = 0
     cache_salt: str = ""
     model: str = ""
+    # From the caller's credentials; "": none.
+    tenant: str = ""
 
 
 # --- what is submitted ----------------------------------------------------------------------------------------------
@@ -114,6 +116,7 @@ class Submission:
     priority: int = 0
     cache_salt: str = ""
     timeout_s: float | None = None
+    tenant: str = ""
 
 
 class CancelReason(Enum):

@@ -232,6 +232,7 @@ def encode_submit(handle: int, submission: calls.Submission) -> session_service_
         ),
         priority=submission.priority,
         cache_salt=submission.cache_salt,
+        tenant=submission.tenant,
     )
     if submission.timeout_s is not None:
         submit.timeout.CopyFrom(_encode_duration(round(submission.timeout_s * 1e9)))

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeVar
 
+from scheduler_svc.frontend.callers import ANYONE, Caller
 from scheduler_svc.frontend.calls import (
     ChatPrompt,
     GenerateCall,
@@ -48,6 +49,7 @@ from scheduler_svc.frontend.session_client import ServedModel, SessionClient
 from scheduler_svc.frontend.stops import StopMatcher
 from scheduler_svc.frontend.template_process import Piece
 from scheduler_svc.frontend.text import Tokenizer
+from scheduler_svc.rpc.tenants import qualified
 
 T = TypeVar("T")
 
@@ -70,8 +72,9 @@ class FrontEnd:
         self.limits = limits
         self._rng = rng
         self._lanes = lanes
+        # By the ids that stand for them beside those of other tenants; see `qualified`.
         self._live: dict[str, Generation] = {}
-        # Those of the live ids that their clients chose.
+        # Those of these ids that their clients chose.
         self._chosen_ids: set[str] = set()
         # Events that were taken to be delivered to clients, of all calls.
         self.num_events_taken = 0
@@ -124,13 +127,13 @@ class FrontEnd:
         served = self._session.model
         check_model(call, served.description)
         check_parameters(call, served.description, self.limits, accepts_priority=self._session.accepts_priority)
-        self._check_id(call.request_id)
+        self._check_id(call)
         token_ids = await self._prompt_token_ids(call, served)
         sampling = resolve_sampling(call.sampling, served.description, self._rng)
         output = self._output(call, served, sampling, token_ids)
         # Tokenizing may have taken a while.
         self._check_open()
-        self._check_id(call.request_id)
+        self._check_id(call)
         timeout_s = self._timeout(time_left())
         submission = Submission(
             request_id=call.request_id or f"{_DRAWN_PREFIX}{self._rng.getrandbits(128):032x}",
@@ -139,22 +142,25 @@ class FrontEnd:
             priority=call.priority,
             cache_salt=call.cache_salt,
             timeout_s=timeout_s,
+            tenant=call.tenant,
         )
         generation = self._submit(submission, output)
         if call.request_id:
-            self._chosen_ids.add(call.request_id)
+            self._chosen_ids.add(qualified(call.tenant, call.request_id))
         return generation
 
-    def abort(self, request_id: str, *, by_operator: bool = False) -> None:
-        """End a request. by_operator: the caller has shown the cluster secret and may abort every request. Other
-        callers may abort only by ids that this server drew, which cannot be guessed; an id that a client chose could be
-        another client's.
+    def abort(self, request_id: str, caller: Caller = ANYONE) -> None:
+        """End a request. An operator may end every one, by its id beside those of other tenants (`qualified`); a tenant
+        its own. Callers without a name may end only by ids that this server drew, which cannot be guessed; an id that a
+        client chose could be another client's.
 
         Raises RequestError: NOT_FOUND when it is not live here, PERMISSION_DENIED for an id that was not drawn here,
         whether it is live or not.
         """
-        generation = self._live.get(request_id)
-        if not by_operator and not (_DRAWN_ID.fullmatch(request_id) and request_id not in self._chosen_ids):
+        live_id = request_id if caller.is_operator else qualified(caller.tenant, request_id)
+        generation = self._live.get(live_id)
+        is_trusted = caller.is_operator or caller.tenant
+        if not is_trusted and not (_DRAWN_ID.fullmatch(request_id) and live_id not in self._chosen_ids):
             raise RequestError(ABORT_NOT_ALLOWED)
         if generation is None:
             message = f"no live request {quoted(request_id)} at this front end; it may have ended"
@@ -172,23 +178,24 @@ class FrontEnd:
 
     def _submit(self, submission: Submission, output: OutputAssembler) -> Generation:
         request_id = submission.request_id
+        live_id = qualified(submission.tenant, request_id)
         generation = Generation(request_id, len(submission.prompt_token_ids), output, self._session, self.limits)
         generation.submitted(self._session.submit(submission, generation))
-        generation.on_end = lambda: self._forget(request_id)
-        self._live[request_id] = generation
+        generation.on_end = lambda: self._forget(live_id)
+        self._live[live_id] = generation
         return generation
 
-    def _forget(self, request_id: str) -> None:
-        del self._live[request_id]
-        self._chosen_ids.discard(request_id)
+    def _forget(self, live_id: str) -> None:
+        del self._live[live_id]
+        self._chosen_ids.discard(live_id)
 
     def _check_open(self) -> None:
         if self._draining:
             raise RequestError(DRAINING)
 
-    def _check_id(self, request_id: str) -> None:
-        if request_id in self._live:
-            message = f"a request with the id {quoted(request_id)} is live; its id is free again when it has ended"
+    def _check_id(self, call: GenerateCall) -> None:
+        if call.request_id and qualified(call.tenant, call.request_id) in self._live:
+            message = f"a request with the id {quoted(call.request_id)} is live; its id is free again when it has ended"
             raise RequestError(Failure(Code.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID", message))
 
     def _output(

@@ -32,6 +32,7 @@ class Code(IntEnum):
     RESOURCE_EXHAUSTED = 8
     INTERNAL = 13
     UNAVAILABLE = 14
+    UNAUTHENTICATED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ DEADLINE = Failure(Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the call's dead
 ABORT_NOT_ALLOWED = Failure(
     Code.PERMISSION_DENIED,
     "ABORT_NOT_ALLOWED",
-    "only ids that the server drew can be aborted without the cluster secret; cancel the call of the request instead, "
-    "or leave request_id empty and use the id in `accepted`",
+    "without a token of their tenant or the cluster secret, only ids that the server drew can be aborted; cancel the "
+    "call of the request instead, or leave request_id empty and use the id in `accepted`",
 )
 INTERNAL = Failure(Code.INTERNAL, "INTERNAL_ERROR", "internal error; the server's log has the cause")

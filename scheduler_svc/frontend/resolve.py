@@ -95,8 +95,10 @@ def _first(*values: T | None) -> T:
 
 
 def _identity_violations(call: GenerateCall, limits: Limits) -> Iterator[Violation]:
-    if len(call.request_id.encode()) > limits.max_request_id_bytes:
-        yield Violation("request_id", f"must be at most {limits.max_request_id_bytes} bytes")
+    # Inside, the name of the tenant stands before the id.
+    most = limits.max_request_id_bytes - (len(call.tenant) + 1 if call.tenant else 0)
+    if len(call.request_id.encode()) > most - ("/" in call.request_id and not call.tenant):
+        yield Violation("request_id", f"must be at most {most} bytes")
     if len(call.cache_salt.encode()) > limits.max_salt_bytes:
         yield Violation("cache_salt", f"must be at most {limits.max_salt_bytes} bytes")
 

@@ -19,8 +19,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from scheduler_svc import logs
-from scheduler_svc.config import FrontendSettings, read_secret
+from scheduler_svc.config import FrontendSettings, SettingsError, read_secret
 from scheduler_svc.frontend.api import GenerationServicer
+from scheduler_svc.frontend.callers import Callers, TokensError
 from scheduler_svc.frontend.engine import FrontEnd
 from scheduler_svc.frontend.gate import CallGate
 from scheduler_svc.frontend.limits import Limits
@@ -52,12 +53,16 @@ log = logging.getLogger(__name__)
 
 
 def run(settings: FrontendSettings) -> int:
-    """Serve until a signal; the exit code. Logs to stderr."""
+    """Serve until a signal; the exit code. Logs to stderr. Raises SettingsError for files that cannot be used."""
     logs.configure(settings.log_format)
     secret = read_secret(settings.cluster_secret_file)
+    try:
+        process = FrontEndProcess(settings, secret=secret)
+    except TokensError as error:
+        raise SettingsError(f"client_tokens_file: {error}") from None
     descriptors.raise_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(FrontEndProcess(settings, secret=secret).serve(signals=True))
+        return runner.run(process.serve(signals=True))
 
 
 class FrontEndProcess:
@@ -75,8 +80,10 @@ class FrontEndProcess:
         rng: random.Random | None = None,
         limits: Limits | None = None,
     ) -> None:
+        """Raises TokensError."""
         self._settings = settings
         self._secret = secret
+        self._callers = Callers(settings.client_tokens_file, secret)
         self._limits = replace(limits or Limits(), max_prompt_bytes=settings.max_prompt_bytes)
         self._rng = rng or random.SystemRandom()
         self.port = 0
@@ -98,6 +105,7 @@ class FrontEndProcess:
             rng=self._rng,
             limits=self._limits,
             timing=SessionTiming(scheduler_grace_s=self._settings.scheduler_grace_s),
+            needs_tenants=self._settings.client_tokens_file is not None,
         )
         session.on_change = self._readiness_changed.set
         self.front_end = FrontEnd(session, limits=self._limits, rng=self._rng, lanes=lanes)
@@ -145,7 +153,7 @@ class FrontEndProcess:
             # Complete has its GenerateRequest in the field `request`.
             budget=MessageBudget(envelopes=frozenset({"request"})),
         )
-        self._servicer = GenerationServicer(self.front_end, self._secret, self._gate)
+        self._servicer = GenerationServicer(self.front_end, self._callers, self._gate)
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(self._servicer, server)
         checks = HealthServicer()
         checks.set(SERVICE, is_serving=False)
@@ -160,7 +168,9 @@ class FrontEndProcess:
         listen = self._settings.openai_listen
         if listen is None:
             return None
-        door = DoorServer(application(self.front_end, self._gate, lanes), max_calls=self._settings.max_calls)
+        door = DoorServer(
+            application(self.front_end, self._callers, self._gate, lanes), max_calls=self._settings.max_calls
+        )
         with _listening(listen, "--openai-listen"):
             await door.start(listen)
         self.openai_address = door.address
@@ -171,10 +181,11 @@ class FrontEndProcess:
         address = f"{host}:{self.port}"
         facts = {"address": address, "service": SERVICE, "scheduler": self._settings.scheduler}
         log.info("listening on %s", address, extra=facts)
-        channels.warn_when_exposed(address, channels.OPEN_TO_CLIENTS)
+        exposure = channels.TOKENS_WITHOUT_TLS if self._callers.are_known else channels.OPEN_TO_CLIENTS
+        channels.warn_when_exposed(address, exposure)
         if door is not None:
             log.info("OpenAI's clients are served", extra={"address": door.address})
-            channels.warn_when_exposed(door.address, channels.OPEN_TO_CLIENTS)
+            channels.warn_when_exposed(door.address, exposure)
         self.listening.set()
 
     # --- health ---

@@ -125,11 +125,14 @@ class SessionClient:
         rng: random.Random,
         limits: Limits | None = None,
         timing: SessionTiming | None = None,
+        needs_tenants: bool = False,
     ) -> None:
+        """needs_tenants: a scheduler that does not keep tenants apart is left again."""
         self._transport = transport
         self._load_tokenizer = load_tokenizer
         self._front_end_id = front_end_id
         self._rng = rng
+        self._needs_tenants = needs_tenants
         self._incarnation = rng.getrandbits(64)
         self._timing = timing or SessionTiming()
         self._limits = limits or Limits()
@@ -426,6 +429,10 @@ class SessionClient:
             )
         self._check_term(frame.attached.term)
         self.accepts_priority = session_service_pb2.SESSION_FEATURE_PRIORITY in frame.attached.features
+        if self._needs_tenants and session_service_pb2.SESSION_FEATURE_TENANTS not in frame.attached.features:
+            raise SessionProtocolError(
+                "the scheduler does not keep tenants apart: bring it to this front end's release"
+            )
         self._can_resubmit = session_service_pb2.SESSION_FEATURE_RESUBMIT in frame.attached.features
         self._attached = self._is_resubmitting = True
         self._model_wanted.set()

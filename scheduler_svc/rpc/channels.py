@@ -233,4 +233,7 @@ UNGUARDED: Final = (
     "anyone who reaches the port can take the service over: set --cluster-secret-file for all parts, and keep the port "
     "inside a trusted network"
 )
+TOKENS_WITHOUT_TLS: Final = (
+    "without TLS: tokens of clients travel in plain text; keep the port inside a trusted network"
+)
 OPEN_TO_CLIENTS: Final = "without TLS or authentication of clients: keep the port inside a trusted network"

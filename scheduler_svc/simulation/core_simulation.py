@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from random import Random
 
-from scheduler_svc.core.config import Policy, SchedulerConfig
+from scheduler_svc.core.config import Policy, SchedulerConfig, TenantLimits
 from scheduler_svc.core.events import AbortCause, PauseState, RequestArrived
 from scheduler_svc.core.resources.grammar import GRAMMAR_NOT_READY
 from scheduler_svc.core.rules import DEFAULT, VLLM_0_25_1, Fence
@@ -79,6 +79,7 @@ MUST_REACH = (
     "refused EXCEEDS_KV_CAPACITY",
     "refused PROMPT_TOO_LONG",
     "refused QUEUE_FULL",
+    "refused TENANT_LIMIT",
     "refused NO_WORKER",
     "refused DRAINING",
     "pause PAUSED_NEW",
@@ -90,6 +91,7 @@ MUST_REACH = (
     "skipped: LAST_TOKEN_IN_FLIGHT",
     "skipped: AWAITING_RESULT",
     "queued: RESULT_IN_FLIGHT",
+    "queued: TENANT_LIMIT",
     "queued: PASSED_OVER",
     "queued: NEVER_FITS_HERE",
     "queued: QUARANTINED",
@@ -165,6 +167,8 @@ class World:
         if not config.rules.resume_settled:
             num_ranks = 1
         pools = _draw_pools(random, num_ranks, config, is_reference)
+        if not is_reference:
+            config = replace(config, tenants=_draw_tenants(Random(seed ^ 0x7E4A)))
         return cls(
             seed=seed,
             config=config,
@@ -267,6 +271,21 @@ def _reference_config(random: Random) -> SchedulerConfig:
     )
 
 
+def _draw_tenants(random: Random) -> tuple[TenantLimits, ...]:
+    """From a source of their own, so that older worlds stay as they were."""
+    if random.random() >= 0.3:
+        return ()
+    return tuple(
+        TenantLimits(
+            tenant,
+            max_running=random.choice((None, 1, 2)),
+            max_queued=random.choice((None, 1, 4)),
+            tokens_per_minute=random.choice((None, 60, 2000)),
+        )
+        for tenant in random.sample(("", "a", "b", "*"), 2)
+    )
+
+
 def _draw_pools(random: Random, num_ranks: int, config: SchedulerConfig, is_reference: bool) -> tuple[int, ...]:
     """Pools from barely enough for one sequence to plenty. The reference hangs on what does not fit: there every pool
     holds the longest sequence."""
@@ -283,6 +302,7 @@ class Simulation:
     def __init__(self, world: World, *, stride: int) -> None:
         self.world = world
         self.random = Random(world.seed ^ 0x5F3759DF)
+        self._tenants = Random(world.seed ^ 0x51A7)
         self.core = CheckedCore(world.config, stride=stride)
         self.trace: deque[str] = deque(maxlen=_TRACE_LENGTH)
         self.num_events = 0
@@ -396,6 +416,7 @@ class Simulation:
         min_tokens = random.randint(0, max_tokens) if random.random() < 0.3 else 0
         is_repetitive = random.random() < world.repetitive_share
         salt = random.choice("ab") if random.random() < world.salt_share else ""
+        tenant = self._tenants.choice(("", "a", "b")) if world.config.tenants else ""
         by_priority = world.config.policy is Policy.PRIORITY
         # Among equals the reference preempts the one admitted first. Without the gate that keeps half-fitting prompts
         # out, two equals can then take each other's place for ever; the service never makes any.
@@ -410,11 +431,12 @@ class Simulation:
             stop_token_ids=tuple(random.sample(range(8, 64), 2)) if random.random() < 0.3 else (),
             priority=random.randint(-1, 2) if by_priority else 0,
             cache_salt=salt,
-            sampling=(REPETITIVE if is_repetitive else b"h") + salt.encode(),
+            sampling=(REPETITIVE if is_repetitive else b"h") + salt.encode() + tenant.upper().encode(),
             deadline=self.core.now + random.uniform(0, 4) if random.random() < world.deadline_share else None,
             arrival=self._arrival(ties),
             skip_prefix_cache=random.random() < 0.05,
             awaits_grammar=random.random() < world.grammar_share,
+            tenant=tenant,
         )
 
     def _arrival(self, ties: bool) -> float | None:

@@ -29,7 +29,8 @@ _BASE = 0x1B873593CC9E2D51
 _MIX = 0x15794AC5D1F3B0E7
 # No digest of anything.
 _SPOILT = -1
-# First byte of `sampling` for text that repeats itself, which makes drafts come true. The rest is the cache salt.
+# First byte of `sampling` for text that repeats itself, which makes drafts come true. The rest says whose KV it may
+# share: salt and tenant.
 REPETITIVE = b"r"
 
 

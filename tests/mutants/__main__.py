@@ -42,7 +42,7 @@ _UNIT = (
         "resubmission",
     ),
     *("step_bytes", "inflight", "several_ranks", "quarantine", "time", "pause_and_reset", "throttle", "unpinned"),
-    *("traps", "explain", "row_errors", "field_cases"),
+    *("traps", "explain", "row_errors", "field_cases", "tenants"),
 )
 _STAGES = (tuple(f"tests/unit/core/test_{name}.py" for name in _UNIT), ("tests/conformance",))
 # A test that takes so long has met a fault that loops. Seconds.

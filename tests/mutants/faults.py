@@ -663,6 +663,48 @@ FAULTS: tuple[Fault, ...] = (
         "pass",
     ),
     Fault(
+        "tenants share cached blocks",
+        "resources.tenants:Isolation.identity",
+        "event.tenant.encode()",
+        "b''",
+    ),
+    Fault(
+        "a tenant may have one request more running",
+        "resources.tenants:Tenants.gate",
+        "len(tenant.running) >= tenant.limits.max_running",
+        "len(tenant.running) > tenant.limits.max_running",
+    ),
+    Fault(
+        "a tenant may have one request more waiting",
+        "resources.tenants:Tenants.refusal",
+        "tenant.num_waiting >= most",
+        "tenant.num_waiting > most",
+    ),
+    Fault(
+        "a run that ends still counts against its tenant",
+        "resources.tenants:Tenants.on_run_end",
+        "tenant.running.pop(run, None)",
+        "pass",
+    ),
+    Fault(
+        "a row that is withdrawn still counts against its tenant",
+        "resources.tenants:Tenants.withdraw",
+        "del self._tenants[run.request.tenant].running[run]",
+        "pass",
+    ),
+    Fault(
+        "what a request has not taken of its tenant's tokens does not come back",
+        "resources.tenants:Tenants.on_finish",
+        "request.num_tokens - request.limit",
+        "0",
+    ),
+    Fault(
+        "requests that were accepted before do not count against their tenant",
+        "resources.tenants:Tenants.on_arrive",
+        "tenant.bucket.take(request.limit, now)",
+        "event.output_tokens is None and tenant.bucket.take(request.limit, now)",
+    ),
+    Fault(
         "a draining rank forgets what it has begun",
         "resources.draining:Draining.on_run_end",
         "self._begun[run.rank][run.request] = None",

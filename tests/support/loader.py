@@ -99,7 +99,7 @@ class Loader(Resource):
         else:
             load.is_orphan = True
 
-    def on_finish(self, request: Request) -> None:
+    def on_finish(self, request: Request, now: float) -> None:
         self.failed.pop(request, None)
 
     def on_rank_lost(self, rank: RankState, in_flight: Sequence[Request], *, graceful: bool) -> Sequence[Failure]:

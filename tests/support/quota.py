@@ -28,7 +28,7 @@ class Quota(Resource):
         self.ends: list[tuple[str, RunEnd]] = []
         self.finished: list[str] = []
 
-    def on_arrive(self, request: Request, event: RequestArrived) -> None:
+    def on_arrive(self, request: Request, event: RequestArrived, now: float) -> None:
         self.arrived.append(request.request_id)
 
     def open(self, plan: StepPlan) -> None:
@@ -55,7 +55,7 @@ class Quota(Resource):
     def on_run_end(self, run: Run, how: RunEnd) -> None:
         self.ends.append((run.request.request_id, how))
 
-    def on_finish(self, request: Request) -> None:
+    def on_finish(self, request: Request, now: float) -> None:
         self.finished.append(request.request_id)
 
     def claims(self, run: Run) -> bool:

@@ -32,10 +32,12 @@ class GenerationServiceStub:
 
       INVALID_ARGUMENT     EMPTY_PROMPT, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY, PROMPT_TOO_LARGE, INVALID_PARAMETER,
                            INVALID_CHAT, PRIORITY_NOT_SUPPORTED, NO_TOKENIZER, UNDECODABLE
+      UNAUTHENTICATED      UNAUTHENTICATED: this deployment wants a token, and the call shows none that it knows
       PERMISSION_DENIED    on Abort: ABORT_NOT_ALLOWED
       NOT_FOUND            MODEL_NOT_FOUND; on Abort: REQUEST_NOT_FOUND
       ALREADY_EXISTS       DUPLICATE_REQUEST_ID: a request with this id is live. The id is free again after the end.
-      RESOURCE_EXHAUSTED   QUEUE_FULL, TOO_MANY_CALLS (both with RetryInfo), SLOW_READER
+      RESOURCE_EXHAUSTED   QUEUE_FULL, TOO_MANY_CALLS (both with RetryInfo), TENANT_LIMIT (with RetryInfo, unless the request
+                           alone asks for more than its tenant may have), SLOW_READER
       UNAVAILABLE          NO_WORKER, DRAINING, SCHEDULER_UNAVAILABLE: safe to try again elsewhere or later
       DEADLINE_EXCEEDED    the call's deadline passed; one still queued was never scheduled
       CANCELLED            ABORTED: Abort was called
@@ -43,6 +45,9 @@ class GenerationServiceStub:
 
     A call that ends with an error after it was accepted carries the Usage so far as a further detail. Field names in a
     BadRequest are paths from GenerateRequest, for Complete too.
+
+    Where clients have tokens, every call carries one in its metadata (authorization: Bearer TOKEN). A token belongs to a
+    tenant: ids, cached prefixes and limits of one tenant have nothing to do with those of another.
     """
 
     @_typing.overload
@@ -57,9 +62,10 @@ class GenerationServiceStub:
     Complete: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.CompleteRequest, _generation_service_pb2.CompleteResponse]
     """The same generation as one answer, produced by the same code as the stream."""
     Abort: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.AbortRequest, _generation_service_pb2.AbortResponse]
-    """Ends a live request of this front end; its call ends CANCELLED / ABORTED. Only by an id that the server drew, since
-    another client cannot guess it: any other id gets PERMISSION_DENIED / ABORT_NOT_ALLOWED, live or not, unless the call
-    carries the cluster secret (metadata authorization: Bearer SECRET). Idempotent in effect: an id that is not live here
+    """Ends a live request of this front end; its call ends CANCELLED / ABORTED. A client with a token may end the requests
+    of its tenant. One without may do so only by an id that the server drew, since another client cannot guess it: any
+    other id gets PERMISSION_DENIED / ABORT_NOT_ALLOWED, live or not. With the cluster secret (metadata authorization:
+    Bearer SECRET) every request can be ended; those of a tenant are called TENANT/ID then. Idempotent in effect: an id that is not live here
     gets NOT_FOUND / REQUEST_NOT_FOUND.
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.GetModelRequest, _generation_service_pb2.GetModelResponse]
@@ -72,10 +78,12 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
 
       INVALID_ARGUMENT     EMPTY_PROMPT, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY, PROMPT_TOO_LARGE, INVALID_PARAMETER,
                            INVALID_CHAT, PRIORITY_NOT_SUPPORTED, NO_TOKENIZER, UNDECODABLE
+      UNAUTHENTICATED      UNAUTHENTICATED: this deployment wants a token, and the call shows none that it knows
       PERMISSION_DENIED    on Abort: ABORT_NOT_ALLOWED
       NOT_FOUND            MODEL_NOT_FOUND; on Abort: REQUEST_NOT_FOUND
       ALREADY_EXISTS       DUPLICATE_REQUEST_ID: a request with this id is live. The id is free again after the end.
-      RESOURCE_EXHAUSTED   QUEUE_FULL, TOO_MANY_CALLS (both with RetryInfo), SLOW_READER
+      RESOURCE_EXHAUSTED   QUEUE_FULL, TOO_MANY_CALLS (both with RetryInfo), TENANT_LIMIT (with RetryInfo, unless the request
+                           alone asks for more than its tenant may have), SLOW_READER
       UNAVAILABLE          NO_WORKER, DRAINING, SCHEDULER_UNAVAILABLE: safe to try again elsewhere or later
       DEADLINE_EXCEEDED    the call's deadline passed; one still queued was never scheduled
       CANCELLED            ABORTED: Abort was called
@@ -83,6 +91,9 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
 
     A call that ends with an error after it was accepted carries the Usage so far as a further detail. Field names in a
     BadRequest are paths from GenerateRequest, for Complete too.
+
+    Where clients have tokens, every call carries one in its metadata (authorization: Bearer TOKEN). A token belongs to a
+    tenant: ids, cached prefixes and limits of one tenant have nothing to do with those of another.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -94,9 +105,10 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     Complete: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.CompleteRequest, _generation_service_pb2.CompleteResponse]  # type: ignore[assignment]
     """The same generation as one answer, produced by the same code as the stream."""
     Abort: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.AbortRequest, _generation_service_pb2.AbortResponse]  # type: ignore[assignment]
-    """Ends a live request of this front end; its call ends CANCELLED / ABORTED. Only by an id that the server drew, since
-    another client cannot guess it: any other id gets PERMISSION_DENIED / ABORT_NOT_ALLOWED, live or not, unless the call
-    carries the cluster secret (metadata authorization: Bearer SECRET). Idempotent in effect: an id that is not live here
+    """Ends a live request of this front end; its call ends CANCELLED / ABORTED. A client with a token may end the requests
+    of its tenant. One without may do so only by an id that the server drew, since another client cannot guess it: any
+    other id gets PERMISSION_DENIED / ABORT_NOT_ALLOWED, live or not. With the cluster secret (metadata authorization:
+    Bearer SECRET) every request can be ended; those of a tenant are called TENANT/ID then. Idempotent in effect: an id that is not live here
     gets NOT_FOUND / REQUEST_NOT_FOUND.
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.GetModelRequest, _generation_service_pb2.GetModelResponse]  # type: ignore[assignment]
@@ -108,10 +120,12 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
 
       INVALID_ARGUMENT     EMPTY_PROMPT, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY, PROMPT_TOO_LARGE, INVALID_PARAMETER,
                            INVALID_CHAT, PRIORITY_NOT_SUPPORTED, NO_TOKENIZER, UNDECODABLE
+      UNAUTHENTICATED      UNAUTHENTICATED: this deployment wants a token, and the call shows none that it knows
       PERMISSION_DENIED    on Abort: ABORT_NOT_ALLOWED
       NOT_FOUND            MODEL_NOT_FOUND; on Abort: REQUEST_NOT_FOUND
       ALREADY_EXISTS       DUPLICATE_REQUEST_ID: a request with this id is live. The id is free again after the end.
-      RESOURCE_EXHAUSTED   QUEUE_FULL, TOO_MANY_CALLS (both with RetryInfo), SLOW_READER
+      RESOURCE_EXHAUSTED   QUEUE_FULL, TOO_MANY_CALLS (both with RetryInfo), TENANT_LIMIT (with RetryInfo, unless the request
+                           alone asks for more than its tenant may have), SLOW_READER
       UNAVAILABLE          NO_WORKER, DRAINING, SCHEDULER_UNAVAILABLE: safe to try again elsewhere or later
       DEADLINE_EXCEEDED    the call's deadline passed; one still queued was never scheduled
       CANCELLED            ABORTED: Abort was called
@@ -119,6 +133,9 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
 
     A call that ends with an error after it was accepted carries the Usage so far as a further detail. Field names in a
     BadRequest are paths from GenerateRequest, for Complete too.
+
+    Where clients have tokens, every call carries one in its metadata (authorization: Bearer TOKEN). A token belongs to a
+    tenant: ids, cached prefixes and limits of one tenant have nothing to do with those of another.
     """
 
     @_abc_1.abstractmethod
@@ -146,9 +163,10 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_service_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_service_pb2.AbortResponse, _abc.Awaitable[_generation_service_pb2.AbortResponse]]:
-        """Ends a live request of this front end; its call ends CANCELLED / ABORTED. Only by an id that the server drew, since
-        another client cannot guess it: any other id gets PERMISSION_DENIED / ABORT_NOT_ALLOWED, live or not, unless the call
-        carries the cluster secret (metadata authorization: Bearer SECRET). Idempotent in effect: an id that is not live here
+        """Ends a live request of this front end; its call ends CANCELLED / ABORTED. A client with a token may end the requests
+        of its tenant. One without may do so only by an id that the server drew, since another client cannot guess it: any
+        other id gets PERMISSION_DENIED / ABORT_NOT_ALLOWED, live or not. With the cluster secret (metadata authorization:
+        Bearer SECRET) every request can be ended; those of a tenant are called TENANT/ID then. Idempotent in effect: an id that is not live here
         gets NOT_FOUND / REQUEST_NOT_FOUND.
         """
 

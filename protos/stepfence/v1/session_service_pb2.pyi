@@ -34,6 +34,8 @@ class _SessionFeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Sessio
     """Submit.priority may differ from 0."""
     SESSION_FEATURE_RESUBMIT: _SessionFeature.ValueType  # 2
     """A request that was accepted on another stream may be submitted again, with Submit.age."""
+    SESSION_FEATURE_TENANTS: _SessionFeature.ValueType  # 3
+    """Submit.tenant is heeded."""
 
 class SessionFeature(_SessionFeature, metaclass=_SessionFeatureEnumTypeWrapper):
     """What a scheduler can do beyond the messages that every scheduler of its revision takes. Numbers that a front end does not
@@ -45,6 +47,8 @@ SESSION_FEATURE_PRIORITY: SessionFeature.ValueType  # 1
 """Submit.priority may differ from 0."""
 SESSION_FEATURE_RESUBMIT: SessionFeature.ValueType  # 2
 """A request that was accepted on another stream may be submitted again, with Submit.age."""
+SESSION_FEATURE_TENANTS: SessionFeature.ValueType  # 3
+"""Submit.tenant is heeded."""
 Global___SessionFeature: _TypeAlias = SessionFeature  # noqa: Y015
 
 class _CancelReason:
@@ -186,16 +190,23 @@ class Submit(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     AGE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """Chosen by the front end, unique among its requests that have not ended. Stands for the request in every column."""
     request_id: _builtins.str
-    """Unique among live requests of all front ends."""
+    """Unique among live requests of one tenant, of all front ends."""
     prompt_token_ids: _builtins.bytes
     """Prompt as little-endian int32 token ids, at least one."""
     priority: _builtins.int
     cache_salt: _builtins.str
     output_token_ids: _builtins.bytes
     """All output ids that the front end has received on earlier streams, as little-endian int32. With age only."""
+    tenant: _builtins.str
+    """For whom the request runs, as the front end knows from the caller's credentials, never from what it asks for: 1 to 64
+    letters, digits, dots, hyphens and underscores, or empty. Ids are unique within a tenant, cached prefixes are shared
+    only within one, and the limits of tenants hold for it. Needs SESSION_FEATURE_TENANTS unless empty. The name and the id
+    together have at most 255 bytes.
+    """
     @_builtins.property
     def sampling(self) -> _sampling_pb2.ResolvedSampling: ...
     @_builtins.property
@@ -220,10 +231,11 @@ class Submit(_message.Message):
         timeout: _duration_pb2.Duration | None = ...,
         output_token_ids: _builtins.bytes = ...,
         age: _duration_pb2.Duration | None = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "sampling", b"sampling", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "cache_salt", b"cache_salt", "handle", b"handle", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "cache_salt", b"cache_salt", "handle", b"handle", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,10 +13,11 @@ from scheduler_svc.core.resources.draining import Draining
 from scheduler_svc.core.resources.grammar import Grammar
 from scheduler_svc.core.resources.quarantine import Quarantine
 from scheduler_svc.core.resources.speculation import Speculation
+from scheduler_svc.core.resources.tenants import Isolation, Tenants
 
 __all__ = ["ALL_REASONS", "KINDS", "Resources", "make_resources"]
 
-KINDS: tuple[type[Resource], ...] = (Grammar, Speculation, Quarantine, Draining)
+KINDS: tuple[type[Resource], ...] = (Grammar, Speculation, Quarantine, Draining, Isolation, Tenants)
 
 # Of the core and of every resource, on or off.
 ALL_REASONS: tuple[SkipReason, ...] = reasons.ALL + tuple(reason for kind in KINDS for reason in kind.reasons)
@@ -33,3 +34,6 @@ def _switched_on(config: SchedulerConfig) -> Iterator[Resource]:
         yield Speculation(config)
     yield Quarantine(config.max_fruitless_epochs)
     yield Draining()
+    yield Isolation()
+    if config.tenants:
+        yield Tenants(config.tenants)

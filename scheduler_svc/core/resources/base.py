@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from scheduler_svc.core.events import EndReason, RequestArrived, ResourceEvent, StepAcked
+from scheduler_svc.core.events import EndReason, RequestArrived, RequestRefused, ResourceEvent, StepAcked
 from scheduler_svc.core.inflight import StepRecord
 from scheduler_svc.core.kv.prefix_index import NO_IDENTITY, Identity
 from scheduler_svc.core.output import StepColumns
 from scheduler_svc.core.plan import StepPlan
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.reasons import SkipReason
-from scheduler_svc.core.request import Request, Run, RunEnd
+from scheduler_svc.core.request import Limits, Request, Run, RunEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,12 @@ class Resource:
         equal."""
         return NO_IDENTITY
 
-    def on_arrive(self, request: Request, event: RequestArrived) -> None:
+    def refusal(self, event: RequestArrived, limits: Limits, now: float) -> RequestRefused | None:
+        """Why a new request is not accepted, although it could run within these limits; None: it is. Not asked for
+        requests that were accepted before. Times in seconds of Tick's clock. Changes nothing."""
+        return None
+
+    def on_arrive(self, request: Request, event: RequestArrived, now: float) -> None:
         """A request was accepted. May block it, or set needs_result_first."""
 
     def on_event(self, event: ResourceEvent, live: Mapping[str, Request]) -> None:
@@ -117,7 +122,7 @@ class Resource:
     def on_run_end(self, run: Run, how: RunEnd) -> None:
         """A run has ended."""
 
-    def on_finish(self, request: Request) -> None:
+    def on_finish(self, request: Request, now: float) -> None:
         """A request has ended, whether or not it ever ran."""
 
     # --- what workers say -----------------------------------------------------------------------------------------

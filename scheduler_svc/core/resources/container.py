@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from scheduler_svc.core.events import RequestArrived, ResourceEvent, StepAcked
+from scheduler_svc.core.events import RequestArrived, RequestRefused, ResourceEvent, StepAcked
 from scheduler_svc.core.inflight import StepRecord
 from scheduler_svc.core.kv.prefix_index import NO_IDENTITY, Identity
 from scheduler_svc.core.plan import Claims, StepPlan
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.reasons import SkipReason
-from scheduler_svc.core.request import FIRST_RESOURCE_BIT, Request, Run, RunEnd
+from scheduler_svc.core.request import FIRST_RESOURCE_BIT, Limits, Request, Run, RunEnd
 from scheduler_svc.core.resources.base import Extension, Failure, Resource
 
 _R = TypeVar("_R", bound=Resource)
@@ -40,10 +40,13 @@ class Resources:
             builds=self._answers("build"),
         )
         self._identities: tuple[Callable[[RequestArrived], Identity], ...] = self._answers("identity")
-        self._arrivals: tuple[Callable[[Request, RequestArrived], None], ...] = self._answers("on_arrive")
+        self._refusals: tuple[Callable[[RequestArrived, Limits, float], RequestRefused | None], ...] = self._answers(
+            "refusal"
+        )
+        self._arrivals: tuple[Callable[[Request, RequestArrived, float], None], ...] = self._answers("on_arrive")
         self._events: tuple[Callable[[ResourceEvent, Mapping[str, Request]], None], ...] = self._answers("on_event")
         self._run_ends: tuple[Callable[[Run, RunEnd], None], ...] = self._answers("on_run_end")
-        self._finishes: tuple[Callable[[Request], None], ...] = self._answers("on_finish")
+        self._finishes: tuple[Callable[[Request, float], None], ...] = self._answers("on_finish")
         self._settlements: tuple[Callable[[RankState, StepRecord, StepAcked], Iterable[Failure]], ...] = self._answers(
             "on_settled"
         )
@@ -65,10 +68,14 @@ class Resources:
         """What all resources say that the KV of a prompt depends on."""
         return sum((answer(event) for answer in self._identities), NO_IDENTITY)
 
-    def on_arrive(self, request: Request, event: RequestArrived) -> None:
+    def refusal(self, event: RequestArrived, limits: Limits, now: float) -> RequestRefused | None:
+        """The first answer of a resource."""
+        return next((refused for answer in self._refusals if (refused := answer(event, limits, now))), None)
+
+    def on_arrive(self, request: Request, event: RequestArrived, now: float) -> None:
         """See Resource."""
         for answer in self._arrivals:
-            answer(request, event)
+            answer(request, event, now)
 
     def on_event(self, event: ResourceEvent, live: Mapping[str, Request]) -> None:
         """See Resource."""
@@ -84,10 +91,10 @@ class Resources:
         for answer in self._run_ends:
             answer(run, how)
 
-    def on_finish(self, request: Request) -> None:
+    def on_finish(self, request: Request, now: float) -> None:
         """See Resource."""
         for answer in self._finishes:
-            answer(request)
+            answer(request, now)
 
     def on_settled(self, rank: RankState, record: StepRecord, event: StepAcked) -> list[Failure]:
         """See Resource."""

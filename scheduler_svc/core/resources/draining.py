@@ -46,7 +46,7 @@ class Draining(Resource):
         if how is RunEnd.PREEMPTED and run.rank in self._begun:
             self._begun[run.rank][run.request] = None
 
-    def on_finish(self, request: Request) -> None:
+    def on_finish(self, request: Request, now: float) -> None:
         """See Resource."""
         for begun in self._begun.values():
             begun.pop(request, None)

@@ -22,7 +22,7 @@ class Grammar(Resource):
     def __init__(self) -> None:
         self._pending: dict[str, Request] = {}
 
-    def on_arrive(self, request: Request, event: RequestArrived) -> None:
+    def on_arrive(self, request: Request, event: RequestArrived, now: float) -> None:
         """See Resource."""
         if event.awaits_grammar:
             self._pending[request.request_id] = request
@@ -41,7 +41,7 @@ class Grammar(Resource):
             unblock(request)
         return None
 
-    def on_finish(self, request: Request) -> None:
+    def on_finish(self, request: Request, now: float) -> None:
         """See Resource."""
         if self._pending.get(request.request_id) is request:
             del self._pending[request.request_id]

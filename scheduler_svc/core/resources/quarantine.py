@@ -84,7 +84,7 @@ class Quarantine(Resource):
         """See Resource."""
         self._give_up(run.request)
 
-    def on_finish(self, request: Request) -> None:
+    def on_finish(self, request: Request, now: float) -> None:
         """See Resource."""
         self._give_up(request)
         self._losses.pop(request, None)

@@ -45,7 +45,7 @@ class Speculation(Resource):
         """Whether this configuration has drafts."""
         return config.num_speculative_tokens > 0 or not config.rules.proposes_drafts
 
-    def on_arrive(self, request: Request, event: RequestArrived) -> None:
+    def on_arrive(self, request: Request, event: RequestArrived, now: float) -> None:
         """See Resource. Drafts of the proposer continue the last known token."""
         if self._proposer is not None:
             request.needs_result_first = True
@@ -110,7 +110,7 @@ class Speculation(Resource):
         """See Resource."""
         self.drafts.pop(run.request, None)
 
-    def on_finish(self, request: Request) -> None:
+    def on_finish(self, request: Request, now: float) -> None:
         """See Resource."""
         self.drafts.pop(request, None)
 

@@ -25,6 +25,7 @@ _STATUSES: Final[Mapping[int, int]] = {
     Code.CANCELLED: 499,
     Code.INVALID_ARGUMENT: 400,
     Code.DEADLINE_EXCEEDED: 504,
+    Code.UNAUTHENTICATED: 401,
     Code.NOT_FOUND: 404,
     Code.ALREADY_EXISTS: 409,
     Code.PERMISSION_DENIED: 403,

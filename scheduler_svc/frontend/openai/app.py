@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from starlette.applications import Starlette
@@ -15,7 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from scheduler_svc.frontend.calls import Accepted, Finished
+from scheduler_svc.frontend.callers import Callers
+from scheduler_svc.frontend.calls import Accepted, Finished, GenerateCall
 from scheduler_svc.frontend.containment import is_containable
 from scheduler_svc.frontend.engine import FrontEnd
 from scheduler_svc.frontend.errors import INTERNAL, Code, Failure, RequestError, quoted
@@ -48,9 +50,9 @@ class Refused(Exception):
         self.problem = answers.problem(status, reason, message)
 
 
-def application(front_end: FrontEnd, gate: CallGate, lanes: PromptLanes) -> ASGIApp:
+def application(front_end: FrontEnd, callers: Callers, gate: CallGate, lanes: PromptLanes) -> ASGIApp:
     """What the HTTP server calls. lanes: where long bodies are read."""
-    door = Door(front_end, gate, lanes)
+    door = Door(front_end, callers, gate, lanes)
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", door.endpoint(requests.read_chat, answers.CHAT), methods=["POST"]),
@@ -70,16 +72,18 @@ class Door:
     """The endpoints. An endpoint is an ASGI application of its own, since it writes parts of an answer and looks after
     its client meanwhile."""
 
-    def __init__(self, front_end: FrontEnd, gate: CallGate, lanes: PromptLanes) -> None:
+    def __init__(self, front_end: FrontEnd, callers: Callers, gate: CallGate, lanes: PromptLanes) -> None:
         self._front_end = front_end
+        self._callers = callers
         self._gate = gate
         self._lanes = lanes
         self._limits = front_end.limits
 
     # --- what is served ---
 
-    async def models(self, _: Request) -> Response:
+    async def models(self, request: Request) -> Response:
         try:
+            self._callers.caller(request.headers.items())
             return _response(200, {"object": "list", "data": [self._model_json()]})
         except RequestError as error:
             return _problem_response(answers.problem_of(error, {}))
@@ -87,6 +91,7 @@ class Door:
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         try:
+            self._callers.caller(request.headers.items())
             served = self._front_end.model.name
             if name == served:
                 return _response(200, self._model_json())
@@ -138,21 +143,27 @@ class Door:
     async def _answer(
         self, scope: Scope, client: _Client, read: Read, kind: answers.Kind, names: dict[str, str]
     ) -> None:
+        request = Request(scope)
+        # Strangers take no place from others.
+        caller = self._callers.caller(request.headers.items())
         with self._front_end.stream(), contextlib.ExitStack() as gates:
             peer = _peer(scope)
             gates.enter_context(self._gate.call(peer))
-            body = await self._body(Request(scope), client)
+            body = await self._body(request, client)
             wanted = await self._read(read, body)
             del body
             names.update(wanted.names)
             for _ in wanted.calls[1:]:
                 gates.enter_context(self._gate.call(peer))
             async with client.watched():
-                await self._generate(client, wanted, kind)
+                calls = [replace(call, tenant=caller.tenant) for call in wanted.calls]
+                await self._generate(client, wanted, calls, kind)
 
-    async def _generate(self, client: _Client, wanted: Wanted, kind: answers.Kind) -> None:
-        async with started(self._front_end, wanted.calls) as choices:
-            answer = answers.Answer(kind, choices.request_id, self._front_end.model.name, len(wanted.calls))
+    async def _generate(
+        self, client: _Client, wanted: Wanted, calls: Sequence[GenerateCall], kind: answers.Kind
+    ) -> None:
+        async with started(self._front_end, calls) as choices:
+            answer = answers.Answer(kind, choices.request_id, self._front_end.model.name, len(calls))
             if wanted.is_stream:
                 await self._stream(client, choices, answer, with_usage=wanted.with_usage)
             else:
@@ -333,7 +344,9 @@ def _too_large(max_bytes: int) -> Refused:
 
 def _extra(problem: answers.Problem) -> dict[str, str]:
     headers = {} if problem.retry_after_s is None else {"retry-after": str(problem.retry_after_s)}
-    if problem.status in (408, 413):
+    if problem.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if problem.status in (401, 408, 413):
         # The rest of the body is not read.
         headers["connection"] = "close"
     return headers

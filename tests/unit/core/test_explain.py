@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 
 from scheduler_svc.core import reasons
-from scheduler_svc.core.config import Policy, SchedulerConfig
+from scheduler_svc.core.config import Policy, SchedulerConfig, TenantLimits
 from scheduler_svc.core.events import PauseRequested, PauseState, RankDraining
 from scheduler_svc.core.reasons import SkipReason
 from scheduler_svc.core.resources import ALL_REASONS
 from scheduler_svc.core.resources.grammar import GRAMMAR_NOT_READY
 from scheduler_svc.core.resources.speculation import DRAFTS_EXCEED_STEP
+from scheduler_svc.core.resources.tenants import TENANT_LIMIT
 from tests.support.core_harness import World
 from tests.support.loader import Loader
 
@@ -269,6 +270,15 @@ def grammar_not_ready() -> World:
     return world
 
 
+def tenant_limit() -> World:
+    world = World(replace(CONFIG, tenants=(TenantLimits("a", max_running=1),)))
+    world.submit("first", 5, 9, tenant="a")
+    world.step()
+    world.submit("it", 5, 9, tenant="a")
+    world.schedule()
+    return world
+
+
 def paused() -> World:
     world = World(CONFIG)
     world.handle(PauseRequested(PauseState.PAUSED_NEW))
@@ -342,6 +352,7 @@ CASES: list[tuple[Callable[[], World], SkipReason]] = [
     (quarantined, reasons.QUARANTINED),
     (rank_quarantined, reasons.RANK_QUARANTINED),
     (grammar_not_ready, GRAMMAR_NOT_READY),
+    (tenant_limit, TENANT_LIMIT),
     (paused, reasons.PAUSED),
     (paused_running, reasons.PAUSED),
     (rank_draining, reasons.RANK_DRAINING),

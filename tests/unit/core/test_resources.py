@@ -21,6 +21,7 @@ from scheduler_svc.core.resources.draining import Draining
 from scheduler_svc.core.resources.grammar import Grammar
 from scheduler_svc.core.resources.quarantine import Quarantine
 from scheduler_svc.core.resources.speculation import Speculation
+from scheduler_svc.core.resources.tenants import Isolation
 from tests.support.core_harness import World
 from tests.support.quota import QUOTA_SPENT, Quota
 
@@ -38,10 +39,10 @@ def reason(world: World, request_id: str) -> SkipReason | None:
 
 def test_a_feature_that_is_off_is_not_asked() -> None:
     plain = make_resources(SchedulerConfig())
-    assert [type(resource) for resource in plain] == [Grammar, Quarantine, Draining]
+    assert [type(resource) for resource in plain] == [Grammar, Quarantine, Draining, Isolation]
     assert not (plain.wants or plain.clips or plain.claims.opens or plain.claims.withdraws or plain.claims.builds)
     drafts = make_resources(SchedulerConfig(num_speculative_tokens=2))
-    assert [type(resource) for resource in drafts] == [Grammar, Speculation, Quarantine, Draining]
+    assert [type(resource) for resource in drafts] == [Grammar, Speculation, Quarantine, Draining, Isolation]
     assert len(drafts.wants) == len(drafts.claims.withdraws) == 1
     assert Resources([Resource()]).gates == ()
 
