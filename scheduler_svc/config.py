@@ -65,6 +65,7 @@ _COMMAND_VARIABLES: Final = frozenset(
         "priority",
         "cache_salt",
         "timeout",
+        "token_file",
         "json",
         "tag",
         "scheduler_memory",
@@ -335,6 +336,9 @@ class _Calls(_Settings):
 
     client_tokens_file: OptionalPath = Field(
         None, description="File with the tokens of clients and their tenants (docs/security.md); none = all may call."
+    )
+    usage_log: OptionalPath = Field(
+        None, description="File that gets a line of JSON for each request, with its tokens; - = standard output."
     )
     max_prompt_bytes: int = Field(
         1_048_576, ge=1, le=_MAX_PROMPT_BYTES, description="Longest prompt text in bytes of UTF-8, at most 16 MiB."

@@ -196,6 +196,15 @@ def _generate(
     json_lines: Annotated[
         bool, typer.Option("--json", envvar="STEPFENCE_JSON", help="Print every event as a line of JSON.")
     ] = False,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar="STEPFENCE_TOKEN_FILE",
+            show_default="none",
+            help="File with your token, where the front end wants one.",
+        ),
+    ] = None,
     use_proxy: _UseProxy = False,
 ) -> None:
     """Generate text: it streams to standard output, its cost follows on standard error.
@@ -227,6 +236,7 @@ def _generate(
         timeout_s=timeout,
         json_lines=json_lines,
         use_proxy=use_proxy,
+        token_file=token_file,
     )
     raise typer.Exit(generate.run(options))
 

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 import grpc
@@ -46,6 +47,8 @@ class GenerateOptions:
     json_lines: bool = False
     # Through the proxy that the environment names.
     use_proxy: bool = False
+    # File with the token to show.
+    token_file: Path | None = None
 
 
 def build_request(options: GenerateOptions) -> pb.GenerateRequest:
@@ -68,6 +71,20 @@ def build_request(options: GenerateOptions) -> pb.GenerateRequest:
     else:
         request.text = prompt
     return request
+
+
+def _credentials(token_file: Path | None) -> tuple[tuple[str, str], ...]:
+    """What the call carries. Raises ValueError for a file that holds no token."""
+    if token_file is None:
+        return ()
+    try:
+        token = token_file.read_bytes().strip().decode("ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
+        raise ValueError(f"--token-file: {token_file} cannot be read: {cause}") from None
+    if not token or not token.isprintable() or " " in token:
+        raise ValueError(f"--token-file: {token_file} must hold one line, the token and nothing else")
+    return (("authorization", f"Bearer {token}"),)
 
 
 def _set(message: Message, options: GenerateOptions, name: str) -> None:
@@ -106,8 +123,13 @@ def run(options: GenerateOptions, out: TextIO | None = None, err: TextIO | None 
         failure = too_large(request.ByteSize())
         printer.failed(failure)
         return failure.exit_code
+    try:
+        metadata = _credentials(options.token_file)
+    except ValueError as error:
+        printer.plain_error(str(error))
+        return 2
     with blocking_channel(options.target, use_proxy=options.use_proxy) as channel:
-        call: Any = GenerationServiceStub(channel).Generate(request, timeout=options.timeout_s)
+        call: Any = GenerationServiceStub(channel).Generate(request, timeout=options.timeout_s, metadata=metadata)
         try:
             for response in call:
                 printer.show(response)

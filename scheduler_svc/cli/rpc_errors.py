@@ -23,6 +23,9 @@ _ADVICE: Final[dict[str, str]] = {
     "DUPLICATE_REQUEST_ID": "leave --request-id out, or wait for the other request to end",
     "QUEUE_FULL": "try again later",
     "TOO_MANY_CALLS": "try again when one of the calls from here has ended",
+    "TENANT_LIMIT": "try again later, or ask for fewer tokens (--max-tokens)",
+    "UNAUTHENTICATED": "name the file that holds your token: --token-file FILE, or STEPFENCE_TOKEN_FILE in the "
+    "environment",
     "NO_WORKER": "start a worker, or wait until it has loaded its model; `stepfence status` shows it",
     "DRAINING": "the server is about to stop: try again, or use another one",
     "SCHEDULER_UNAVAILABLE": "the front end has lost its scheduler and keeps trying: try again",

@@ -86,6 +86,8 @@ class GenerateCall:
     model: str = ""
     # From the caller's credentials; "": none.
     tenant: str = ""
+    # The port it came to: "grpc" or "openai".
+    api: str = "grpc"
 
 
 # --- what is submitted ----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import re
+import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeVar
@@ -49,6 +50,8 @@ from scheduler_svc.frontend.session_client import ServedModel, SessionClient
 from scheduler_svc.frontend.stops import StopMatcher
 from scheduler_svc.frontend.template_process import Piece
 from scheduler_svc.frontend.text import Tokenizer
+from scheduler_svc.frontend.usage import Usage
+from scheduler_svc.frontend.usage_log import UsageRecord
 from scheduler_svc.rpc.tenants import qualified
 
 T = TypeVar("T")
@@ -62,11 +65,17 @@ class FrontEnd:
     """Starts, finds and ends the requests of this front end.
 
     lanes: where chats are rendered and long texts tokenized; None: on the spot (for simulations, where threads would be
-    chance).
+    chance). record: takes what each accepted request has cost, when it has ended.
     """
 
     def __init__(
-        self, session: SessionClient, *, limits: Limits, rng: random.Random, lanes: PromptLanes | None = None
+        self,
+        session: SessionClient,
+        *,
+        limits: Limits,
+        rng: random.Random,
+        lanes: PromptLanes | None = None,
+        record: Callable[[UsageRecord], None] | None = None,
     ) -> None:
         self._session = session
         self.limits = limits
@@ -74,6 +83,9 @@ class FrontEnd:
         self._lanes = lanes
         # By the ids that stand for them beside those of other tenants; see `qualified`.
         self._live: dict[str, Generation] = {}
+        self._record = record
+        # Those whose cost may not be recorded yet. The session holds them until the scheduler has ended them.
+        self._unsettled: weakref.WeakSet[Generation] = weakref.WeakSet()
         # Those of these ids that their clients chose.
         self._chosen_ids: set[str] = set()
         # Events that were taken to be delivered to clients, of all calls.
@@ -145,6 +157,8 @@ class FrontEnd:
             tenant=call.tenant,
         )
         generation = self._submit(submission, output)
+        if self._record is not None:
+            self._watch_cost(generation, call, served.description.name, self._record)
         if call.request_id:
             self._chosen_ids.add(qualified(call.tenant, call.request_id))
         return generation
@@ -184,6 +198,19 @@ class FrontEnd:
         generation.on_end = lambda: self._forget(live_id)
         self._live[live_id] = generation
         return generation
+
+    def _watch_cost(
+        self, generation: Generation, call: GenerateCall, model: str, record: Callable[[UsageRecord], None]
+    ) -> None:
+        clock = asyncio.get_running_loop().time
+        began, request_id = clock(), generation.request_id
+
+        def settled(finish: str, usage: Usage, first_token_at: float | None) -> None:
+            first_s = None if first_token_at is None else first_token_at - began
+            record(UsageRecord(request_id, call.tenant, model, call.api, finish, usage, first_s, clock() - began))
+
+        self._unsettled.add(generation)
+        generation.on_settled = settled
 
     def _forget(self, live_id: str) -> None:
         del self._live[live_id]
@@ -296,6 +323,13 @@ class FrontEnd:
         """The same without waiting for the scheduler."""
         for generation in list(self._live.values()):
             generation.give_up(DRAINING)
+        self.settle_all()
+
+    def settle_all(self) -> None:
+        """Record what is known of the cost of requests whose clients have left."""
+        for generation in list(self._unsettled):
+            generation.settle()
+        self._unsettled.clear()
 
 
 def _rendered(tokenizer: Tokenizer, prompt: ChatPrompt) -> tuple[list[Piece], int]:

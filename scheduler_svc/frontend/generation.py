@@ -113,8 +113,13 @@ class Generation:
         # Deltas were dropped: no success is possible any more.
         self._dropped = False
         self._news = asyncio.Event()
-        # Called once, when the request is no longer live at the scheduler or nobody cares any more.
+        # Called once, when the request is no longer live at the scheduler or its client has left.
         self.on_end: Callable[[], None] = lambda: None
+        # Called once for a request that was accepted, when its cost is known: "stop", "length" or the reason of its
+        # failure; the cost; and when its first output came, in seconds of the loop's clock.
+        self.on_settled: Callable[[str, Usage, float | None], None] = lambda finish, usage, first_token_at: None
+        self._settled = False
+        self._first_token_at: float | None = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -150,10 +155,9 @@ class Generation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._last is None:
-            self._requests.cancel(self._handle, CancelReason.CLIENT_GONE)
-            self._requests.release(self._handle)
-            # Nobody will see it.
+            # No client will see it. The scheduler still says what it has cost.
             self._end(RequestError(CLIENT_GONE))
+            self._requests.cancel(self._handle, CancelReason.CLIENT_GONE)
         self._undelivered.clear()
 
     def abort(self) -> None:
@@ -183,6 +187,8 @@ class Generation:
         self._news.set()
 
     def tokens(self, token_ids: Sequence[int]) -> None:
+        if self._first_token_at is None and token_ids:
+            self._first_token_at = asyncio.get_running_loop().time()
         if self._last is not None or self._dropped or self._output.stop_string is not None:
             return
         try:
@@ -201,6 +207,7 @@ class Generation:
 
     def ended(self, ended: Ended) -> None:
         if self._last is not None:
+            self.settle(ended.usage)
             return
         if self._dropped:
             self._fail(SLOW_READER, ended.usage)
@@ -246,8 +253,22 @@ class Generation:
         """usage: the scheduler's; None: as far as it is known here."""
         self._end(RequestError(failure, self._billed(usage) if self._accepted else None))
 
+    def settle(self, usage: Usage | None = None) -> None:
+        """Its client has left, and this is what it has cost; None: as far as it is known here."""
+        if self._accepted:
+            self._settle(CLIENT_GONE.reason, self._billed(usage))
+
+    def _settle(self, finish: str, usage: Usage) -> None:
+        if not self._settled:
+            self._settled = True
+            self.on_settled(finish, usage, self._first_token_at)
+
     def _end(self, last: Finished | RequestError) -> None:
         if self._last is None:
             self._last = last
+            if isinstance(last, Finished):
+                self._settle(last.reason.value, last.usage)
+            elif last.usage is not None:
+                self._settle(last.failure.reason, last.usage)
             self._news.set()
             self.on_end()

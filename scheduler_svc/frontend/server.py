@@ -31,6 +31,7 @@ from scheduler_svc.frontend.prompt_lanes import Lane, PromptLanes
 from scheduler_svc.frontend.session_client import SessionClient, SessionTiming
 from scheduler_svc.frontend.session_transport import GrpcTransport
 from scheduler_svc.frontend.text import load_tokenizer
+from scheduler_svc.frontend.usage_log import UsageLog
 from scheduler_svc.rpc import channels, descriptors
 from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from scheduler_svc.rpc.health import HealthServicer
@@ -96,6 +97,19 @@ class FrontEndProcess:
 
     async def serve(self, *, signals: bool = False) -> int:
         """Until `stop` and the drain that follows; the exit code. signals: SIGINT and SIGTERM call `stop`."""
+        try:
+            usage_log = None if self._settings.usage_log is None else UsageLog(self._settings.usage_log)
+        except OSError as error:
+            told = "cannot write %s: choose another file with --usage-log"
+            log.error(told, self._settings.usage_log, extra={"cause": error.strerror or str(error)})
+            return EXIT_FATAL
+        try:
+            return await self._serve(usage_log, signals=signals)
+        finally:
+            if usage_log is not None:
+                await asyncio.to_thread(usage_log.close)
+
+    async def _serve(self, usage_log: UsageLog | None, *, signals: bool) -> int:
         lanes = PromptLanes(self._limits)
         transport = GrpcTransport(self._settings.scheduler, self._secret)
         session = SessionClient(
@@ -108,7 +122,8 @@ class FrontEndProcess:
             needs_tenants=self._settings.client_tokens_file is not None,
         )
         session.on_change = self._readiness_changed.set
-        self.front_end = FrontEnd(session, limits=self._limits, rng=self._rng, lanes=lanes)
+        record = None if usage_log is None else usage_log.add
+        self.front_end = FrontEnd(session, limits=self._limits, rng=self._rng, lanes=lanes, record=record)
         self._gate = CallGate(
             max_calls=self._settings.max_calls,
             max_calls_per_peer=self._settings.max_calls_per_peer,
@@ -130,6 +145,7 @@ class FrontEndProcess:
                 return await self._until_stopped(server, door)
         finally:
             await _stop(server, door, 0)
+            self.front_end.settle_all()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

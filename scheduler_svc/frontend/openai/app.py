@@ -156,7 +156,7 @@ class Door:
             for _ in wanted.calls[1:]:
                 gates.enter_context(self._gate.call(peer))
             async with client.watched():
-                calls = [replace(call, tenant=caller.tenant) for call in wanted.calls]
+                calls = [replace(call, tenant=caller.tenant, api="openai") for call in wanted.calls]
                 await self._generate(client, wanted, calls, kind)
 
     async def _generate(

@@ -200,7 +200,14 @@ def test_help_names_what_kind_of_value_a_flag_takes(
     kinds = dict(re.findall(r"^  (--[a-z-]+) ([A-Z:]+)\b", told, re.M))
     expected = {
         "SHARE": {"--watermark", "--gpu-memory-utilization"},
-        "FILE": {"--config", "--record", "--cluster-secret-file", "--client-tokens-file", "--tenant-limits-file"},
+        "FILE": {
+            "--config",
+            "--record",
+            "--cluster-secret-file",
+            "--client-tokens-file",
+            "--tenant-limits-file",
+            "--usage-log",
+        },
         "JSON": {"--script"},
         "ADDRESS": {"--gateway"},
         "BYTES": {"--max-prompt-bytes", "--kv-memory"},
