@@ -38,6 +38,7 @@ from pydantic_settings import (
 from scheduler_svc.retired_settings import REPLACEMENTS, WORKER_SETTINGS
 from scheduler_svc.rpc import cluster_secret
 from scheduler_svc.rpc.cluster_secret import ClusterSecret, SecretError
+from scheduler_svc.rpc.tls import Tls, TlsError
 
 ENV_PREFIX: Final = "STEPFENCE_"
 _MAX_NUM_SEQS: Final = 128
@@ -315,7 +316,18 @@ class _Scheduling(_Settings):
         return self
 
 
-class SchedulerSettings(_Scheduling):
+class _BetweenParts(_Settings):
+    """How the parts of a deployment know each other, when each is started by itself."""
+
+    tls_dir: OptionalPath = Field(
+        None, description="Directory with tls.crt, tls.key and ca.crt for TLS between the parts; none = plain text."
+    )
+    tls_server_name: str = Field(
+        "", description="Name that the certificates of all parts are made out for; unset = the host that is called."
+    )
+
+
+class SchedulerSettings(_Scheduling, _BetweenParts):
     """Settings of `stepfence scheduler`. Times in seconds, lengths in tokens."""
 
     listen: Address = Field("127.0.0.1:50052", description="HOST:PORT to listen on.")
@@ -336,6 +348,11 @@ class _Calls(_Settings):
 
     client_tokens_file: OptionalPath = Field(
         None, description="File with the tokens of clients and their tenants (docs/security.md); none = all may call."
+    )
+    client_tls_dir: OptionalPath = Field(
+        None,
+        description="Directory with tls.crt and tls.key for TLS towards clients; with ca.crt, too, clients must show "
+        "certificates. none = plain text.",
     )
     usage_log: OptionalPath = Field(
         None, description="File that gets a line of JSON for each request, with its tokens; - = standard output."
@@ -358,7 +375,7 @@ class _Calls(_Settings):
     )
 
 
-class FrontendSettings(_Calls):
+class FrontendSettings(_Calls, _BetweenParts):
     """Settings of `stepfence frontend`."""
 
     listen: Address = Field("127.0.0.1:50051", description="HOST:PORT to listen on for clients.")
@@ -430,11 +447,13 @@ class UpSettings(_Scheduling, _Calls):
 
     @classmethod
     def sections(cls) -> tuple[tuple[str, Mapping[str, str]], ...]:
-        # drain_deadline_s has a default of its own here, so only [up] sets it.
+        # drain_deadline_s has a default of its own here, so only [up] sets it. The parts call each other on this machine,
+        # in plain text.
+        own = {"drain_deadline_s": "", "tls_dir": "", "tls_server_name": ""}
         return (
-            ("scheduler", {"listen": "scheduler_listen", "worker": "", "drain_deadline_s": ""}),
-            ("frontend", {"scheduler": "", "drain_deadline_s": ""}),
-            ("worker", {"listen": "worker_listen", "drain_deadline_s": ""}),
+            ("scheduler", {"listen": "scheduler_listen", "worker": "", **own}),
+            ("frontend", {"scheduler": "", **own}),
+            ("worker", {"listen": "worker_listen", **own}),
             ("up", {}),
         )
 
@@ -470,6 +489,14 @@ def read_secret(path: Path | None) -> ClusterSecret | None:
         return None if path is None else cluster_secret.read(path)
     except SecretError as error:
         raise SettingsError(f"cluster_secret_file: {error}") from None
+
+
+def read_tls(name: str, path: Path | None, needs: tuple[str, ...], *, server_name: str = "") -> Tls | None:
+    """The TLS files of the setting `name`; None without a directory. Raises SettingsError."""
+    try:
+        return None if path is None else Tls(path, server_name=server_name, needs=needs)
+    except TlsError as error:
+        raise SettingsError(f"{name}: {error}") from None
 
 
 def flag(name: str) -> str:

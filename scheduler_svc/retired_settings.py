@@ -79,6 +79,7 @@ WORKER_SETTINGS: Final[frozenset[str]] = frozenset(
         "threads",
         "script",
         "cluster_secret_file",
+        "tls_dir",
         "drain_deadline_s",
         "log_format",
     }

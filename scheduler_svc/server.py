@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 
 from scheduler_svc import journal, logs
 from scheduler_svc.admin import AdminServicer
-from scheduler_svc.config import SchedulerSettings, SettingsError, read_secret
+from scheduler_svc.config import SchedulerSettings, SettingsError, read_secret, read_tls
 from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.facts import MetricsSink, Recorder
 from scheduler_svc.metrics import PrometheusMetrics, collect
@@ -26,6 +26,7 @@ from scheduler_svc.metrics_server import PATH, MetricsServer
 from scheduler_svc.rpc import channels, descriptors
 from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from scheduler_svc.rpc.health import HealthServicer
+from scheduler_svc.rpc.tls import FOR_PARTS, Tls
 from scheduler_svc.service import SchedulerService, ServiceOptions
 from scheduler_svc.session import SessionServicer
 from scheduler_svc.tenant_limits import read_tenant_limits
@@ -66,6 +67,7 @@ def run(settings: SchedulerSettings) -> int:
     except ValueError as error:
         raise SettingsError(str(error)) from None
     secret = read_secret(settings.cluster_secret_file)
+    tls = read_tls("tls_dir", settings.tls_dir, FOR_PARTS, server_name=settings.tls_server_name)
     descriptors.raise_limit()
     try:
         if settings.record is not None:
@@ -75,7 +77,7 @@ def run(settings: SchedulerSettings) -> int:
         return EXIT_FATAL
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(SchedulerProcess(settings, secret=secret, recorder=recorder).serve())
+            return runner.run(SchedulerProcess(settings, secret=secret, tls=tls, recorder=recorder).serve())
     except Exception:
         log.critical("fatal error", exc_info=True)
         return EXIT_FATAL
@@ -117,6 +119,7 @@ class SchedulerProcess:
         settings: SchedulerSettings,
         *,
         secret: ClusterSecret | None = None,
+        tls: Tls | None = None,
         metrics: MetricsSink | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -124,6 +127,7 @@ class SchedulerProcess:
         self._metrics = metrics
         self._recorder = recorder
         self._secret = secret
+        self._tls = tls
         self._signals = 0
         self._stop_now: asyncio.Future[int] | None = None
         self._health = HealthServicer()
@@ -139,7 +143,7 @@ class SchedulerProcess:
         service = self.service = self._make_service(counts)
         server = self._make_server(service)
         try:
-            self.port = channels.listen(server, self._settings.listen)
+            self.port = channels.listen(server, self._settings.listen, self._tls)
         except OSError as error:
             told = "cannot listen on %s: choose another address with --listen"
             log.error(told, self._settings.listen, extra={"cause": str(error)})
@@ -155,7 +159,8 @@ class SchedulerProcess:
         host = self._settings.listen.rpartition(":")[0]
         address = f"{host}:{self.port}"
         log.info("listening on %s", address, extra={"address": address, "workers": list(self._settings.worker)})
-        channels.warn_when_exposed(address, channels.UNGUARDED if self._secret is None else channels.GUARDED)
+        danger = channels.parts_danger(has_secret=self._secret is not None, has_tls=self._tls is not None)
+        channels.warn_when_exposed(address, danger)
         self._stop_now = asyncio.get_running_loop().create_future()
         if owns_process:
             self._take_signals(service)
@@ -214,7 +219,7 @@ class SchedulerProcess:
                 drain_deadline_s=settings.drain_deadline_s,
                 log_requests=settings.log_requests,
             ),
-            transport=GrpcTransport(self._secret),
+            transport=GrpcTransport(self._secret, self._tls),
             resolver=SystemResolver(),
             rng=random.Random(),
             metrics=counts if self._metrics is None else self._metrics,

@@ -14,6 +14,7 @@ from typing import Any, Final, NoReturn
 from worker_svc import cluster_secret, logs, memory, openmp
 from worker_svc.config import ENV_PREFIX, FileSettings, SettingsError, WorkerSettings, advice, flag
 from worker_svc.server import EXIT_FATAL, EXIT_OK, EXIT_USAGE, serve
+from worker_svc.tls import Tls, TlsError
 
 # As a person calls it; `python -m worker_svc` is what these commands become.
 _WORKER: Final = "stepfence worker"
@@ -51,6 +52,7 @@ _METAVARS: Final = {
     **dict.fromkeys(("num_blocks", "max_model_len", "threads"), "N"),
     "listen": "HOST:PORT",
     "cluster_secret_file": "FILE",
+    "tls_dir": "DIR",
     "model": "PATH|NAME",
     "kv_memory": "BYTES",
     "gpu_memory_utilization": "SHARE",
@@ -73,12 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         settings = WorkerSettings.load(options, _file_settings(parser, from_file))
         secret = None if settings.cluster_secret_file is None else cluster_secret.read(settings.cluster_secret_file)
-    except (SettingsError, cluster_secret.SecretError) as error:
+        tls = None if settings.tls_dir is None else Tls(settings.tls_dir)
+    except (SettingsError, cluster_secret.SecretError, TlsError) as error:
         for line in str(error).splitlines():
             print(f"{_WORKER}: {line}", file=sys.stderr)
         return EXIT_USAGE
     logs.configure(settings.log_format)
-    return _run(settings, secret)
+    return _run(settings, secret, tls)
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
@@ -100,7 +103,7 @@ def _file_settings(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
     return FileSettings(arguments[0], {name: value for name, value in options.items() if value is not None})
 
 
-def _run(settings: WorkerSettings, secret: str | None) -> int:
+def _run(settings: WorkerSettings, secret: str | None, tls: Tls | None) -> int:
     if settings.runner == "model" and settings.device == "cpu":
         # Both before torch: the one for its OpenMP library, the other because loading it takes memory, too.
         openmp.limit_spinning(os.environ)
@@ -112,8 +115,8 @@ def _run(settings: WorkerSettings, secret: str | None) -> int:
     try:
         import uvloop
     except ModuleNotFoundError:
-        return asyncio.run(serve(settings, secret))
-    return uvloop.run(serve(settings, secret))
+        return asyncio.run(serve(settings, secret, tls))
+    return uvloop.run(serve(settings, secret, tls))
 
 
 def _fetch_model(name: str) -> int:

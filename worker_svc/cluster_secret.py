@@ -1,7 +1,7 @@
 """The cluster secret as the worker sees it: read from a file, and asked of every call of the WorkerService.
 
 The scheduler's side has its own reading and sending of the same file (the services share no code). The secret travels
-as a bearer token in the metadata of a call, in plain text until there is TLS.
+as a bearer token in the metadata of a call, in plain text without TLS.
 """
 
 from __future__ import annotations

@@ -44,6 +44,8 @@ OTHER_SETTINGS: Final = (
     "client_tokens_file",
     "tenant_limits_file",
     "usage_log",
+    "client_tls_dir",
+    "tls_server_name",
     "gateway",
     "max_queued_requests",
     "max_queued_tokens",
@@ -221,6 +223,9 @@ class WorkerSettings(BaseSettings):
     )
     cluster_secret_file: OptionalPath = Field(
         None, description="File with the secret that all parts of a deployment share; none = no secret."
+    )
+    tls_dir: OptionalPath = Field(
+        None, description="Directory with tls.crt, tls.key and ca.crt for TLS between the parts; none = plain text."
     )
     drain_deadline_s: float = Field(
         30.0,

@@ -31,6 +31,7 @@ from worker_svc.runner.base import Runner
 from worker_svc.runner.script import Script
 from worker_svc.runner.scripted import DEFAULT_MAX_MODEL_LEN, DEFAULT_NUM_BLOCKS, ScriptedRunner
 from worker_svc.service import SERVICE_NAME, WorkerService
+from worker_svc.tls import Tls
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +64,12 @@ _STOP_GRACE_S: Final = 0.5
 _EXECUTOR_STOP_S: Final = 1.0
 # What it means that other machines can reach the port.
 _GUARDED: Final = (
-    "calls must carry the cluster secret, which travels unencrypted: keep the port inside a trusted network"
+    "calls must carry the cluster secret, which travels unencrypted: set --tls-dir for all parts, or keep the port "
+    "inside a trusted network"
 )
 _UNGUARDED: Final = (
-    "anyone who reaches the port can take the service over: set --cluster-secret-file for all parts, and keep the port "
-    "inside a trusted network"
+    "anyone who reaches the port can take the service over: set --cluster-secret-file and --tls-dir for all parts, and "
+    "keep the port inside a trusted network"
 )
 
 
@@ -124,14 +126,18 @@ class WorkerServer:
         names = (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
-    async def listen(self, address: str) -> str:
-        """Bind and serve: alive, not ready. Returns HOST:PORT with the real port. Raises ListenError."""
+    async def listen(self, address: str, tls: Tls | None = None) -> str:
+        """Bind and serve: alive, not ready. In plain text without `tls`. Returns HOST:PORT with the real port. Raises
+        ListenError."""
         host, _ = parse_address(address)
         # Asked first: gRPC tells the reason only in a line of its own on stderr.
         if (cause := _bind_error(address)) is not None:
             raise ListenError(cause)
         try:
-            bound = self._server.add_insecure_port(address)
+            if tls is None:
+                bound = self._server.add_insecure_port(address)
+            else:
+                bound = self._server.add_secure_port(address, tls.credentials())
         except RuntimeError as error:
             raise ListenError(str(error)) from None
         if not bound:
@@ -187,19 +193,20 @@ def _load_model(settings: WorkerSettings) -> Runner:
     return ModelRunner.load(settings)
 
 
-async def serve(settings: WorkerSettings, secret: str | None = None) -> int:
+async def serve(settings: WorkerSettings, secret: str | None = None, tls: Tls | None = None) -> int:
     """Run a worker until it is told to stop or cannot go on; returns the exit code. Handles SIGINT and SIGTERM."""
     descriptors.raise_limit()
     server = WorkerServer(make_service(settings), secret, listen=settings.listen)
     stop = _Signals()
     try:
-        address = await server.listen(settings.listen)
+        address = await server.listen(settings.listen, tls)
     except ListenError as error:
         told = "cannot listen on %s: choose another address with --listen"
         log.error(told, settings.listen, extra={"cause": str(error)})
         return EXIT_FATAL
     log.info(f"listening on {address}", extra={"address": address, "runner": settings.runner})
-    if not _is_loopback(parse_address(address)[0]):
+    # With TLS, only programs with a certificate of the deployment's authority get in.
+    if tls is None and not _is_loopback(parse_address(address)[0]):
         log.warning(
             "reachable from other machines: %s",
             _UNGUARDED if secret is None else _GUARDED,

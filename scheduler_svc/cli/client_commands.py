@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from scheduler_svc.cli.options import StrictCommand
-from scheduler_svc.config import MAX_SECONDS, SettingsError, read_secret
+from scheduler_svc.config import MAX_SECONDS, SettingsError, read_secret, read_tls
 from scheduler_svc.rpc import cluster_secret
+from scheduler_svc.rpc.tls import FOR_CALLERS
 
 if TYPE_CHECKING:
     from scheduler_svc.cli.status import SchedulerCall
+
+_TLS_NAME_VARIABLE = "STEPFENCE_TLS_SERVER_NAME"
 
 FRONT_END = "127.0.0.1:50051"
 SCHEDULER = "127.0.0.1:50052"
@@ -42,6 +45,34 @@ _Scheduler = Annotated[
         "--target", metavar="HOST:PORT", envvar="STEPFENCE_SCHEDULER", callback=_target, help="The scheduler."
     ),
 ]
+_TlsDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-dir",
+        metavar="DIR",
+        envvar="STEPFENCE_TLS_DIR",
+        show_default="plain text",
+        help="Directory with ca.crt for TLS, and tls.crt and tls.key, the certificate to show.",
+    ),
+]
+_ClientTlsDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-dir",
+        metavar="DIR",
+        show_default="plain text",
+        help="Directory with ca.crt for TLS; with tls.crt and tls.key when the server asks for a certificate.",
+    ),
+]
+_TlsName = Annotated[
+    str,
+    typer.Option(
+        "--tls-server-name",
+        metavar="NAME",
+        show_default="the host that is called",
+        help="Name that the server's certificate is made out for.",
+    ),
+]
 _SecretFile = Annotated[
     Path | None,
     typer.Option(
@@ -54,7 +85,7 @@ _SecretFile = Annotated[
 ]
 
 
-def _call(target: str, secret_file: Path | None, use_proxy: bool) -> SchedulerCall:
+def _call(target: str, secret_file: Path | None, use_proxy: bool, tls_dir: Path | None, tls_name: str) -> SchedulerCall:
     """How to call the scheduler. The secret of `stepfence up` goes to this machine only. Raises SettingsError."""
     from scheduler_svc.cli.status import SchedulerCall
     from scheduler_svc.rpc.channels import is_loopback
@@ -63,7 +94,8 @@ def _call(target: str, secret_file: Path | None, use_proxy: bool) -> SchedulerCa
         secret_file = cluster_secret.default_path(os.environ)
         if secret_file is not None and not secret_file.exists():
             secret_file = None
-    return SchedulerCall(target, cluster_secret.metadata_of(read_secret(secret_file)), use_proxy)
+    tls = read_tls("tls_dir", tls_dir, FOR_CALLERS, server_name=tls_name or os.environ.get(_TLS_NAME_VARIABLE, ""))
+    return SchedulerCall(target, cluster_secret.metadata_of(read_secret(secret_file)), use_proxy, tls)
 
 
 def _generate(
@@ -205,6 +237,8 @@ def _generate(
             help="File with your token, where the front end wants one.",
         ),
     ] = None,
+    tls_dir: _ClientTlsDir = None,
+    tls_name: _TlsName = "",
     use_proxy: _UseProxy = False,
 ) -> None:
     """Generate text: it streams to standard output, its cost follows on standard error.
@@ -237,6 +271,7 @@ def _generate(
         json_lines=json_lines,
         use_proxy=use_proxy,
         token_file=token_file,
+        tls=read_tls("tls_dir", tls_dir, FOR_CALLERS, server_name=tls_name),
     )
     raise typer.Exit(generate.run(options))
 
@@ -269,11 +304,14 @@ def _health(
     timeout: Annotated[
         float, typer.Option(min=0.001, max=MAX_SECONDS, metavar="SECONDS", help="How long to wait for the answer.")
     ] = 3.0,
+    tls_dir: _ClientTlsDir = None,
+    tls_name: _TlsName = "",
 ) -> None:
     """Check the health of a Stepfence process. Exit codes: 0 serving, 1 not serving or no answer, 2 wrong usage."""
     from scheduler_svc.cli import health
 
-    answer = health.check(target, service if service is not None else None if ready else "", timeout)
+    tls = read_tls("tls_dir", tls_dir, FOR_CALLERS, server_name=tls_name)
+    answer = health.check(target, service if service is not None else None if ready else "", timeout, tls)
     typer.echo(answer.text, err=not answer.serving)
     raise typer.Exit(0 if answer.serving else 1)
 
@@ -282,24 +320,28 @@ def _status(
     target: _Scheduler = SCHEDULER,
     as_json: _AsJson = False,
     secret_file: _SecretFile = None,
+    tls_dir: _TlsDir = None,
+    tls_name: _TlsName = "",
     use_proxy: _UseProxy = False,
 ) -> None:
     """Show what the scheduler runs where, now. Exit codes: 0 it has answered, 1 it has not, 2 wrong usage."""
     from scheduler_svc.cli import status
 
-    raise typer.Exit(status.show_status(_call(target, secret_file, use_proxy), as_json))
+    raise typer.Exit(status.show_status(_call(target, secret_file, use_proxy, tls_dir, tls_name), as_json))
 
 
 def _audit(
     target: _Scheduler = SCHEDULER,
     as_json: _AsJson = False,
     secret_file: _SecretFile = None,
+    tls_dir: _TlsDir = None,
+    tls_name: _TlsName = "",
     use_proxy: _UseProxy = False,
 ) -> None:
     """Count every KV block of the scheduler. Exit codes: 0 consistent, 1 not, or no answer, 2 wrong usage."""
     from scheduler_svc.cli import status
 
-    raise typer.Exit(status.show_audit(_call(target, secret_file, use_proxy), as_json))
+    raise typer.Exit(status.show_audit(_call(target, secret_file, use_proxy, tls_dir, tls_name), as_json))
 
 
 def _drain(
@@ -316,6 +358,8 @@ def _drain(
         ),
     ] = None,
     secret_file: _SecretFile = None,
+    tls_dir: _TlsDir = None,
+    tls_name: _TlsName = "",
     use_proxy: _UseProxy = False,
 ) -> None:
     """Let the scheduler end: new requests are refused, accepted ones finish. Returns at once.
@@ -326,7 +370,7 @@ def _drain(
     """
     from scheduler_svc.cli import status
 
-    raise typer.Exit(status.drain(_call(target, secret_file, use_proxy), deadline_s))
+    raise typer.Exit(status.drain(_call(target, secret_file, use_proxy, tls_dir, tls_name), deadline_s))
 
 
 def _reset_cache(
@@ -338,6 +382,8 @@ def _reset_cache(
         ),
     ] = False,
     secret_file: _SecretFile = None,
+    tls_dir: _TlsDir = None,
+    tls_name: _TlsName = "",
     use_proxy: _UseProxy = False,
 ) -> None:
     """Let the scheduler forget all cached prefixes: of all workers, or of none while blocks are in use.
@@ -346,7 +392,7 @@ def _reset_cache(
     """
     from scheduler_svc.cli import status
 
-    raise typer.Exit(status.reset_cache(_call(target, secret_file, use_proxy), preempt_running))
+    raise typer.Exit(status.reset_cache(_call(target, secret_file, use_proxy, tls_dir, tls_name), preempt_running))
 
 
 def _make_secret(

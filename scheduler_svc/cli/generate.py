@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from scheduler_svc.cli.rpc_errors import CallFailure, explain, too_large
 from scheduler_svc.config import flag
 from scheduler_svc.rpc.channels import MAX_MESSAGE_BYTES, blocking_channel
+from scheduler_svc.rpc.tls import Tls
 from stepfence.v1 import generation_service_pb2 as pb
 from stepfence.v1 import sampling_pb2, usage_pb2
 from stepfence.v1.generation_service_pb2_grpc import GenerationServiceStub
@@ -49,6 +50,8 @@ class GenerateOptions:
     use_proxy: bool = False
     # File with the token to show.
     token_file: Path | None = None
+    # None: in plain text.
+    tls: Tls | None = None
 
 
 def build_request(options: GenerateOptions) -> pb.GenerateRequest:
@@ -128,7 +131,7 @@ def run(options: GenerateOptions, out: TextIO | None = None, err: TextIO | None 
     except ValueError as error:
         printer.plain_error(str(error))
         return 2
-    with blocking_channel(options.target, use_proxy=options.use_proxy) as channel:
+    with blocking_channel(options.target, use_proxy=options.use_proxy, tls=options.tls) as channel:
         call: Any = GenerationServiceStub(channel).Generate(request, timeout=options.timeout_s, metadata=metadata)
         try:
             for response in call:

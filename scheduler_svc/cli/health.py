@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from scheduler_svc.rpc.channels import blocking_channel
+from scheduler_svc.rpc.tls import Tls
 
 # Each kind of process serves one of these, and is ready when it says so.
 READY_SERVICES: Final = (
@@ -27,9 +28,9 @@ class HealthAnswer:
     text: str
 
 
-def check(target: str, service: str | None, timeout_s: float) -> HealthAnswer:
+def check(target: str, service: str | None, timeout_s: float, tls: Tls | None = None) -> HealthAnswer:
     """Ask `target` about one service ("" = is the process alive); service None: whether whatever it serves is ready."""
-    with blocking_channel(target) as channel:
+    with blocking_channel(target, tls=tls) as channel:
         stub = HealthStub(channel)
         for name in READY_SERVICES if service is None else (service,):
             try:

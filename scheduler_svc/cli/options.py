@@ -161,6 +161,8 @@ def _metavar(name: str, info: FieldInfo) -> str:
         return "BYTES"
     if name == "gateway":
         return "ADDRESS"
+    if name.endswith("_dir"):
+        return "DIR"
     if name == "script":
         return "JSON"
     if Path in types:

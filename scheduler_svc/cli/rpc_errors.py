@@ -106,6 +106,8 @@ def explain(error: Any, target: str, server: str = FRONT_END) -> CallFailure:
             f"is anything listening at {target}? Start it with `stepfence up`, or name another address with --target "
             "(with Compose, the scheduler answers in its container only: docker compose exec scheduler stepfence ...)"
         )
+        if "closed" in message or "SSL" in message or "handshak" in message:
+            advice += ". A server with TLS closes connections without it, or with the wrong certificate: --tls-dir"
     if code is grpc.StatusCode.UNIMPLEMENTED and not reason:
         advice = f"that address is not a {server} {_WHERE}"
     return CallFailure(

@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 from scheduler_svc.cli.rpc_errors import SCHEDULER, explain
 from scheduler_svc.rpc.channels import blocking_channel
 from scheduler_svc.rpc.cluster_secret import Metadata
+from scheduler_svc.rpc.tls import Tls
 from stepfence.v1 import admin_service_pb2 as pb
 from stepfence.v1.admin_service_pb2_grpc import AdminServiceStub
 
@@ -25,17 +26,18 @@ _TIMEOUT_S = 10.0
 @dataclass(frozen=True, slots=True)
 class SchedulerCall:
     """How a command calls the scheduler. metadata: the cluster secret, when there is one. use_proxy: through the proxy
-    that the environment names."""
+    that the environment names. tls None: in plain text."""
 
     target: str
     metadata: Metadata = ()
     use_proxy: bool = False
+    tls: Tls | None = None
 
 
 def show_status(scheduler: SchedulerCall, as_json: bool) -> int:
     """Print what runs where. Exit code 0, or 1 when the scheduler does not answer."""
     try:
-        with blocking_channel(scheduler.target, use_proxy=scheduler.use_proxy) as channel:
+        with blocking_channel(scheduler.target, use_proxy=scheduler.use_proxy, tls=scheduler.tls) as channel:
             status = AdminServiceStub(channel).GetStatus(
                 pb.GetStatusRequest(), timeout=_TIMEOUT_S, metadata=scheduler.metadata
             )
@@ -51,7 +53,7 @@ def show_status(scheduler: SchedulerCall, as_json: bool) -> int:
 def show_audit(scheduler: SchedulerCall, as_json: bool) -> int:
     """Print the count of every KV block. Exit code 0 consistent, 1 not (or no answer)."""
     try:
-        with blocking_channel(scheduler.target, use_proxy=scheduler.use_proxy) as channel:
+        with blocking_channel(scheduler.target, use_proxy=scheduler.use_proxy, tls=scheduler.tls) as channel:
             audit = AdminServiceStub(channel).AuditKv(
                 pb.AuditKvRequest(), timeout=_TIMEOUT_S, metadata=scheduler.metadata
             )
@@ -71,7 +73,7 @@ def drain(scheduler: SchedulerCall, deadline_s: float | None) -> int:
     if deadline_s is not None:
         request.deadline.CopyFrom(_duration(deadline_s))
     try:
-        with blocking_channel(scheduler.target, use_proxy=scheduler.use_proxy) as channel:
+        with blocking_channel(scheduler.target, use_proxy=scheduler.use_proxy, tls=scheduler.tls) as channel:
             AdminServiceStub(channel).Drain(request, timeout=_TIMEOUT_S, metadata=scheduler.metadata)
     except grpc.RpcError as error:
         return _failed(error, scheduler.target)
@@ -84,7 +86,7 @@ def reset_cache(scheduler: SchedulerCall, preempt_running: bool) -> int:
     """Ask the scheduler to forget all cached prefixes. Exit code 0, or 1 when nothing was reset or nobody answers."""
     request = pb.ResetPrefixCacheRequest(preempt_running=preempt_running)
     try:
-        with blocking_channel(scheduler.target, use_proxy=scheduler.use_proxy) as channel:
+        with blocking_channel(scheduler.target, use_proxy=scheduler.use_proxy, tls=scheduler.tls) as channel:
             answer = AdminServiceStub(channel).ResetPrefixCache(
                 request, timeout=_TIMEOUT_S, metadata=scheduler.metadata
             )

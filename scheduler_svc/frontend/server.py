@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from scheduler_svc import logs
-from scheduler_svc.config import FrontendSettings, SettingsError, read_secret
+from scheduler_svc.config import FrontendSettings, SettingsError, read_secret, read_tls
 from scheduler_svc.frontend.api import GenerationServicer
 from scheduler_svc.frontend.callers import Callers, TokensError
 from scheduler_svc.frontend.engine import FrontEnd
@@ -36,6 +36,7 @@ from scheduler_svc.rpc import channels, descriptors
 from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from scheduler_svc.rpc.health import HealthServicer
 from scheduler_svc.rpc.message_budget import MessageBudget
+from scheduler_svc.rpc.tls import FOR_CLIENTS, FOR_PARTS, Tls
 from stepfence.v1 import generation_service_pb2, generation_service_pb2_grpc
 
 EXIT_OK: Final = 0
@@ -57,8 +58,10 @@ def run(settings: FrontendSettings) -> int:
     """Serve until a signal; the exit code. Logs to stderr. Raises SettingsError for files that cannot be used."""
     logs.configure(settings.log_format)
     secret = read_secret(settings.cluster_secret_file)
+    tls = read_tls("tls_dir", settings.tls_dir, FOR_PARTS, server_name=settings.tls_server_name)
+    client_tls = read_tls("client_tls_dir", settings.client_tls_dir, FOR_CLIENTS)
     try:
-        process = FrontEndProcess(settings, secret=secret)
+        process = FrontEndProcess(settings, secret=secret, tls=tls, client_tls=client_tls)
     except TokensError as error:
         raise SettingsError(f"client_tokens_file: {error}") from None
     descriptors.raise_limit()
@@ -78,12 +81,16 @@ class FrontEndProcess:
         settings: FrontendSettings,
         *,
         secret: ClusterSecret | None = None,
+        tls: Tls | None = None,
+        client_tls: Tls | None = None,
         rng: random.Random | None = None,
         limits: Limits | None = None,
     ) -> None:
-        """Raises TokensError."""
+        """tls: towards the scheduler; client_tls: of the ports for clients. Raises TokensError."""
         self._settings = settings
         self._secret = secret
+        self._tls = tls
+        self._client_tls = client_tls
         self._callers = Callers(settings.client_tokens_file, secret)
         self._limits = replace(limits or Limits(), max_prompt_bytes=settings.max_prompt_bytes)
         self._rng = rng or random.SystemRandom()
@@ -111,7 +118,7 @@ class FrontEndProcess:
 
     async def _serve(self, usage_log: UsageLog | None, *, signals: bool) -> int:
         lanes = PromptLanes(self._limits)
-        transport = GrpcTransport(self._settings.scheduler, self._secret)
+        transport = GrpcTransport(self._settings.scheduler, self._secret, self._tls)
         session = SessionClient(
             transport,
             lambda files: lanes.run(Lane.LONG, 0, lambda: load_tokenizer(files)),
@@ -176,7 +183,7 @@ class FrontEndProcess:
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
         reflection.enable_server_reflection((SERVICE, _HEALTH_SERVICE, reflection.SERVICE_NAME), server)
         with _listening(self._settings.listen, "--listen"):
-            self.port = channels.listen(server, self._settings.listen)
+            self.port = channels.listen(server, self._settings.listen, self._client_tls)
         return server, checks
 
     async def _open_door(self, lanes: PromptLanes) -> DoorServer | None:
@@ -188,7 +195,7 @@ class FrontEndProcess:
             application(self.front_end, self._callers, self._gate, lanes), max_calls=self._settings.max_calls
         )
         with _listening(listen, "--openai-listen"):
-            await door.start(listen)
+            await door.start(listen, self._client_tls)
         self.openai_address = door.address
         return door
 
@@ -197,7 +204,8 @@ class FrontEndProcess:
         address = f"{host}:{self.port}"
         facts = {"address": address, "service": SERVICE, "scheduler": self._settings.scheduler}
         log.info("listening on %s", address, extra=facts)
-        exposure = channels.TOKENS_WITHOUT_TLS if self._callers.are_known else channels.OPEN_TO_CLIENTS
+        has_tls = self._client_tls is not None
+        exposure = channels.clients_danger(has_tokens=self._callers.are_known, has_tls=has_tls)
         channels.warn_when_exposed(address, exposure)
         if door is not None:
             log.info("OpenAI's clients are served", extra={"address": door.address})

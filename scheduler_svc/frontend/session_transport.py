@@ -13,6 +13,7 @@ from scheduler_svc.frontend.errors import SessionLost, TokenizerError
 from scheduler_svc.rpc import cluster_secret
 from scheduler_svc.rpc.channels import TO_SCHEDULER, channel
 from scheduler_svc.rpc.cluster_secret import ClusterSecret
+from scheduler_svc.rpc.tls import Tls
 from stepfence.v1 import model_pb2, session_service_pb2, session_service_pb2_grpc
 
 if TYPE_CHECKING:
@@ -30,13 +31,25 @@ class GrpcTransport:
     """Calls one scheduler. Use within a running loop; `close` it. Every call carries the cluster secret, if there is
     one."""
 
-    def __init__(self, address: str, secret: ClusterSecret | None = None) -> None:
+    def __init__(self, address: str, secret: ClusterSecret | None = None, tls: Tls | None = None) -> None:
         self._address = address
         self._metadata = cluster_secret.metadata_of(secret)
-        self._channel = channel(address, TO_SCHEDULER)
+        self._tls = tls
+        self._replaced: set[asyncio.Task[None]] = set()
+        self._open()
+
+    def _open(self) -> None:
+        self._tls_version = 0 if self._tls is None else self._tls.look_again()
+        self._channel = channel(self._address, TO_SCHEDULER, self._tls)
         self._stub: Any = session_service_pb2_grpc.SessionServiceStub(self._channel)
 
     def attach(self) -> SessionStream:
+        if self._tls is not None and self._tls.look_again() != self._tls_version:
+            # A channel keeps the certificate that it was made with.
+            closing = asyncio.ensure_future(self._channel.close(None))
+            self._replaced.add(closing)
+            closing.add_done_callback(self._replaced.discard)
+            self._open()
         return _GrpcStream(self._stub.Attach(metadata=self._metadata), self._address)
 
     async def get_model(self) -> model_pb2.ModelInfo | None:

@@ -18,6 +18,7 @@ import grpc.aio
 from scheduler_svc.rpc import descriptors, status
 from scheduler_svc.rpc.cluster_secret import ClusterSecret, carries_any
 from scheduler_svc.rpc.message_budget import MessageBudget
+from scheduler_svc.rpc.tls import Tls
 
 log = logging.getLogger(__name__)
 
@@ -103,14 +104,25 @@ _DIRECT: Final[Options] = (("grpc.enable_http_proxy", 0),)
 # --- client channels ------------------------------------------------------------------------------------------------
 
 
-def channel(address: str, options: Options = ()) -> grpc.aio.Channel:
-    """An asyncio channel in plain text to HOST:PORT, never through a proxy."""
-    return grpc.aio.insecure_channel(address, options=(*options, *_DIRECT))
+def channel(address: str, options: Options = (), tls: Tls | None = None) -> grpc.aio.Channel:
+    """An asyncio channel to HOST:PORT, never through a proxy; in plain text without `tls`."""
+    options = (*options, *_DIRECT)
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    credentials, names = tls.channel_credentials()
+    return grpc.aio.secure_channel(address, credentials, options=(*options, *names))
 
 
-def blocking_channel(target: str, options: Options = FROM_COMMAND_LINE, *, use_proxy: bool = False) -> grpc.Channel:
-    """A channel for commands, in plain text. use_proxy: through the proxy that the environment names, if any."""
-    return grpc.insecure_channel(target, options=options if use_proxy else (*options, *_DIRECT))
+def blocking_channel(
+    target: str, options: Options = FROM_COMMAND_LINE, *, use_proxy: bool = False, tls: Tls | None = None
+) -> grpc.Channel:
+    """A channel for commands; in plain text without `tls`. use_proxy: through the proxy that the environment names, if
+    any."""
+    options = options if use_proxy else (*options, *_DIRECT)
+    if tls is None:
+        return grpc.insecure_channel(target, options=options)
+    credentials, names = tls.channel_credentials()
+    return grpc.secure_channel(target, credentials, options=(*options, *names))
 
 
 # --- servers --------------------------------------------------------------------------------------------------------
@@ -174,13 +186,18 @@ def _refusing(handler: grpc.RpcMethodHandler[Any, Any], refusal: status.Refusal)
 # --- listening ------------------------------------------------------------------------------------------------------
 
 
-def listen(server: grpc.aio.Server, address: str) -> int:
-    """Let `server` listen on HOST:PORT; the real port. Raises OSError whose text is the system's reason."""
+def listen(server: grpc.aio.Server, address: str, tls: Tls | None = None) -> int:
+    """Let `server` listen on HOST:PORT; the real port. In plain text without `tls`. Raises OSError whose text is the
+    system's reason."""
     # Asked first: gRPC gives the reason only in a line of its own on stderr.
     cause = _bind_error(address)
     if cause is None:
         try:
-            if port := server.add_insecure_port(address):
+            if tls is None:
+                port = server.add_insecure_port(address)
+            else:
+                port = server.add_secure_port(address, tls.server_credentials())
+            if port:
                 return port
         except RuntimeError as error:
             cause = str(error)
@@ -219,21 +236,39 @@ def is_loopback(host: str) -> bool:
         return name == "localhost"
 
 
-def warn_when_exposed(address: str, danger: str) -> None:
-    """Log a warning when other machines can reach HOST:PORT. danger: what that means there, and what to do."""
-    if not is_loopback(address.rpartition(":")[0]):
+def warn_when_exposed(address: str, danger: str | None) -> None:
+    """Log a warning when other machines can reach HOST:PORT. danger: what that means there, and what to do; None:
+    nothing to warn of."""
+    if danger is not None and not is_loopback(address.rpartition(":")[0]):
         log.warning("reachable from other machines: %s", danger, extra={"address": address})
 
 
-# What `warn_when_exposed` says about a port between the parts.
+def parts_danger(*, has_secret: bool, has_tls: bool) -> str | None:
+    """What `warn_when_exposed` says about a port between the parts; None: nothing."""
+    if has_tls:
+        # Only programs with a certificate of the deployment's authority get in.
+        return None
+    return GUARDED if has_secret else UNGUARDED
+
+
+def clients_danger(*, has_tokens: bool, has_tls: bool) -> str | None:
+    """What `warn_when_exposed` says about a port for clients; None: nothing."""
+    if not has_tokens:
+        return TLS_WITHOUT_TOKENS if has_tls else OPEN_TO_CLIENTS
+    return None if has_tls else TOKENS_WITHOUT_TLS
+
+
 GUARDED: Final = (
-    "calls must carry the cluster secret, which travels unencrypted: keep the port inside a trusted network"
-)
-UNGUARDED: Final = (
-    "anyone who reaches the port can take the service over: set --cluster-secret-file for all parts, and keep the port "
+    "calls must carry the cluster secret, which travels unencrypted: set --tls-dir for all parts, or keep the port "
     "inside a trusted network"
 )
-TOKENS_WITHOUT_TLS: Final = (
-    "without TLS: tokens of clients travel in plain text; keep the port inside a trusted network"
+UNGUARDED: Final = (
+    "anyone who reaches the port can take the service over: set --cluster-secret-file and --tls-dir for all parts, and "
+    "keep the port inside a trusted network"
 )
+TOKENS_WITHOUT_TLS: Final = (
+    "without TLS: tokens of clients travel in plain text; set --client-tls-dir, or keep the port inside a trusted "
+    "network"
+)
+TLS_WITHOUT_TOKENS: Final = "clients are not authenticated: set --client-tokens-file"
 OPEN_TO_CLIENTS: Final = "without TLS or authentication of clients: keep the port inside a trusted network"

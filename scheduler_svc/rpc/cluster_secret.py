@@ -1,7 +1,7 @@
 """The cluster secret: what the parts of one deployment show each other (docs/decisions/0008).
 
 A process that holds it may open workers, attach front ends and use the AdminService. It travels as a bearer token in
-the metadata of a call, in plain text until there is TLS, and only to addresses that were configured as peers.
+the metadata of a call, in plain text without TLS, and only to addresses that were configured as peers.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from scheduler_svc.rpc import cluster_secret
 from scheduler_svc.rpc.channels import TO_WORKER, channel
 from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from scheduler_svc.rpc.status import reason_of
+from scheduler_svc.rpc.tls import Tls
 from scheduler_svc.workers.transport import StepStream, WorkerLink
 from stepfence.v1 import worker_service_pb2
 
@@ -31,14 +32,16 @@ _TRANSPORT_DETAILS: Final = ("RST_STREAM", "Internal error from Core")
 
 
 class GrpcTransport:
-    """Plain-text gRPC (D5), one channel a link. Every call carries the cluster secret, if there is one."""
+    """gRPC, one channel a link; in plain text (D5) without TLS. Every call carries the cluster secret, if there is
+    one."""
 
-    def __init__(self, secret: ClusterSecret | None = None) -> None:
+    def __init__(self, secret: ClusterSecret | None = None, tls: Tls | None = None) -> None:
         self._metadata = cluster_secret.metadata_of(secret)
+        self._tls = tls
 
     def connect(self, address: str) -> WorkerLink:
         """See WorkerTransport."""
-        return _GrpcLink(channel(address, TO_WORKER), self._metadata)
+        return _GrpcLink(channel(address, TO_WORKER, self._tls), self._metadata)
 
 
 class _GrpcLink:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import ssl
 from collections.abc import Iterator
 from typing import Any, ClassVar, Final
 
@@ -13,12 +14,16 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from scheduler_svc.rpc.tls import Tls
+
 # Connections at once, beside the calls that are allowed; one more is closed.
 _SPARE_CONNECTIONS: Final = 1024
 # Seconds from connecting, or from the end of an answer, to the head of the next request.
 HEAD_TIMEOUT_S: Final = 20.0
 _MAX_HEAD_BYTES: Final = 32 << 10
 _BACKLOG: Final = 512
+# Seconds between two looks at the TLS files.
+_REFRESH_S: Final = 1.0
 # What is parsed before others get their turn.
 _PARSED_BYTES: Final = 4096
 
@@ -45,6 +50,7 @@ class DoorServer:
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
+        self._refreshing: asyncio.Task[None] | None = None
         # HOST:PORT, once started.
         self.address = ""
 
@@ -53,17 +59,31 @@ class DoorServer:
         """Connections now open."""
         return len(self._server.server_state.connections)
 
-    async def start(self, listen: str) -> None:
-        """Listen on HOST:PORT; port 0: any. Raises OSError when that cannot be."""
+    async def start(self, listen: str, tls: Tls | None = None) -> None:
+        """Listen on HOST:PORT; port 0: any. In plain text without `tls`. Raises OSError when that cannot be."""
         host, _, port = listen.rpartition(":")
         listener = _listener(host.strip("[]") or "127.0.0.1", int(port))
         self.address = f"{host}:{listener.getsockname()[1]}"
+        if tls is not None:
+            self._server.config.load()
+            self._server.config.ssl = tls.server_context()
+            self._refreshing = asyncio.create_task(self._refresh(tls, self._server.config.ssl))
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+
+    async def _refresh(self, tls: Tls, context: ssl.SSLContext) -> None:
+        version = tls.version
+        while True:
+            await asyncio.sleep(_REFRESH_S)
+            if tls.look_again() != version:
+                version = tls.version
+                tls.refresh(context)
 
     async def close(self, grace_s: float) -> None:
         """Stop listening, give the open calls this many seconds for their last words, and cut off the others."""
         if self._task is None:
             return
+        if self._refreshing is not None:
+            self._refreshing.cancel()
         self._server.should_exit = True
         await asyncio.wait({self._task}, timeout=grace_s)
         for connection in list(self._server.server_state.connections):

@@ -209,6 +209,7 @@ def test_help_names_what_kind_of_value_a_flag_takes(
             "--usage-log",
         },
         "JSON": {"--script"},
+        "DIR": {"--client-tls-dir"},
         "ADDRESS": {"--gateway"},
         "BYTES": {"--max-prompt-bytes", "--kv-memory"},
         "NAME": {"--model", "--runner", "--device", "--dtype", "--policy", "--log-format"},
