@@ -3,54 +3,20 @@ SwiGLU, norms before attention and MLP."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from dataclasses import replace
+from typing import Final
 
-from worker_svc.attention.base import AttentionSpec
-from worker_svc.models.base import Architecture, Biases, GgufArchitecture, LayerSpec, ModelConfig, RopeSpec
-from worker_svc.models.config import (
-    BrokenModel,
-    UnsupportedModel,
-    eos_token_ids,
-    generation_defaults,
-    positive,
-    refuse_quantised,
-    rope_parameters,
-)
+from worker_svc.models.base import Architecture, Biases, GgufArchitecture, ModelConfig
 from worker_svc.models.decoder import Decoder
+from worker_svc.models.family import COMMON_DEFAULTS, read_layer, read_model
+from worker_svc.models.fields import ConfigFields
 
 
-def parse(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def parse(fields: ConfigFields) -> ModelConfig:
     """See Architecture.parse."""
-    refuse_quantised(raw, where)
-    activation = raw.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise UnsupportedModel(f"{where}: hidden_act {activation!r}; supported: silu")
-    num_heads = positive(raw, "num_attention_heads", where)
-    hidden_size = positive(raw, "hidden_size", where)
-    num_kv_heads = int(raw.get("num_key_value_heads") or num_heads)
-    head_dim = int(raw.get("head_dim") or hidden_size // num_heads)
-    if num_heads % num_kv_heads or head_dim % 2:
-        raise BrokenModel(f"{where}: {num_heads} heads over {num_kv_heads} KV heads of {head_dim} do not fit together")
-    theta, scaling = rope_parameters(raw, where)
-    attention_bias, mlp_bias = bool(raw.get("attention_bias", False)), bool(raw.get("mlp_bias", False))
-    layer = LayerSpec(
-        attention=AttentionSpec(num_heads, num_kv_heads, head_dim, scale=head_dim**-0.5),
-        rope=RopeSpec(theta, head_dim, scaling),
-        intermediate_size=positive(raw, "intermediate_size", where),
-        biases=Biases(qkv=attention_bias, out=attention_bias, gate_up=mlp_bias, down=mlp_bias),
-    )
-    return ModelConfig(
-        architecture=ARCHITECTURE.names[0],
-        vocab_size=positive(raw, "vocab_size", where),
-        hidden_size=hidden_size,
-        max_position_embeddings=int(raw.get("max_position_embeddings") or 2048),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        layers=(layer,) * positive(raw, "num_hidden_layers", where),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        eos_token_ids=eos_token_ids(raw, generation),
-        generation_defaults=generation_defaults(generation),
-    )
+    attention_bias, mlp_bias = fields.flag("attention_bias"), fields.flag("mlp_bias")
+    biases = Biases(qkv=attention_bias, out=attention_bias, gate_up=mlp_bias, down=mlp_bias)
+    return read_model(fields, ARCHITECTURE.names[0], replace(read_layer(fields), biases=biases))
 
 
 GGUF: Final = GgufArchitecture(
@@ -79,5 +45,10 @@ GGUF: Final = GgufArchitecture(
 )
 
 ARCHITECTURE: Final = Architecture(
-    names=("LlamaForCausalLM",), model_type="llama", parse=parse, build=Decoder, gguf=GGUF
+    names=("LlamaForCausalLM",),
+    model_type="llama",
+    parse=parse,
+    build=Decoder,
+    defaults=COMMON_DEFAULTS,
+    gguf=GGUF,
 )

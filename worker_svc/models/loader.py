@@ -8,20 +8,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from worker_svc.models.base import Model
 from worker_svc.models.cache import cache_root, explained
-from worker_svc.models.config import BrokenModel, UnsupportedModel, read_json
+from worker_svc.models.config import BrokenModel, read_json
 from worker_svc.models.registry import read_model_config
+from worker_svc.models.weight_files import WeightFiles
 
 # What a front end needs of a tokenizer, in the order it is sent.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-# Written by older checkpoints, computed here.
-_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 
 def locate_model(model: str) -> Path:
@@ -75,72 +70,15 @@ def load_model(directory: Path, *, max_len: int | None, dtype: torch.dtype, devi
     """
     architecture, config = read_model_config(directory)
     with ExitStack() as stack:
-        weights = _Weights(directory, stack)
+        weights = WeightFiles(directory, stack)
         if config.tie_word_embeddings:
             weights.ignore("lm_head.weight")  # some store a copy all the same
         model = architecture.build(
             config,
             weights.take,
-            max_len=min(max_len or config.max_position_embeddings, config.max_position_embeddings),
+            max_len=min(max_len or config.max_position_embeddings, config.max_len),
             dtype=dtype,
             device=device,
         )
         weights.check_all_taken()
     return model
-
-
-class _Weights:
-    """The tensors of a directory's safetensors files, each taken once."""
-
-    def __init__(self, directory: Path, stack: ExitStack) -> None:
-        self._files: dict[str, tuple[Path, object]] = {}
-        for path in _weight_files(directory):
-            try:
-                handle = stack.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise BrokenModel(f"{path} cannot be read: {error}") from error
-            for name in handle.keys():  # noqa: SIM118 (not a mapping)
-                self._files[name] = (path, handle)
-        self._left = {name for name in self._files if not name.endswith(_IGNORED_SUFFIXES)}
-
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor of that name. Raises BrokenModel when it is missing or has another shape."""
-        if name not in self._files:
-            raise BrokenModel(f"the weights hold no {name}")
-        path, handle = self._files[name]
-        tensor: torch.Tensor = handle.get_tensor(name)  # type: ignore[attr-defined]
-        if tuple(tensor.shape) != shape:
-            raise BrokenModel(f"{path}: {name} is {tuple(tensor.shape)}, config.json says {shape}")
-        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
-            raise UnsupportedModel(f"{path}: {name} is {tensor.dtype}; supported: float32, float16, bfloat16")
-        self._left.discard(name)
-        return tensor
-
-    def ignore(self, name: str) -> None:
-        """Do not expect this one to be taken."""
-        self._left.discard(name)
-
-    def check_all_taken(self) -> None:
-        """Raises UnsupportedModel when tensors are left over: the network is not the one config.json names."""
-        if self._left:
-            some = ", ".join(sorted(self._left)[:3])
-            raise UnsupportedModel(
-                f"the weights hold {len(self._left)} tensors that the architecture has no place for ({some})"
-            )
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    if (directory / _INDEX).exists():
-        weight_map = read_json(directory / _INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise BrokenModel(f"{directory / _INDEX} has no weight_map")
-        names = sorted(set(map(str, weight_map.values())))
-        if any(Path(name).name != name for name in names):
-            raise BrokenModel(f"{directory / _INDEX} names files outside its directory")
-        paths = [directory / name for name in names]
-    else:
-        paths = [directory / _SINGLE]
-    for path in paths:
-        if not path.exists():
-            raise BrokenModel(f"{path} is missing")
-    return paths

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from worker_svc.models import llama
+from worker_svc.models import gemma2, gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from worker_svc.models.base import Architecture, ModelConfig
-from worker_svc.models.config import UnsupportedModel, read_json
+from worker_svc.models.config import generation_defaults, read_json, refuse_quantised
+from worker_svc.models.ends import end_ids
+from worker_svc.models.fields import ConfigFields, UnsupportedModel
 
-ARCHITECTURES: Final[tuple[Architecture, ...]] = (llama.ARCHITECTURE,)
+ARCHITECTURES: Final[tuple[Architecture, ...]] = (
+    llama.ARCHITECTURE,
+    mistral.ARCHITECTURE,
+    qwen2.ARCHITECTURE,
+    qwen3.ARCHITECTURE,
+    gemma2.ARCHITECTURE,
+    gemma3.ARCHITECTURE,
+    phi3.ARCHITECTURE,
+    mixtral.ARCHITECTURE,
+    qwen3_moe.ARCHITECTURE,
+)
 
 
 def supported_names() -> str:
@@ -21,6 +34,8 @@ def supported_names() -> str:
 def find_architecture(raw: Mapping[str, Any], where: str) -> Architecture:
     """The architecture that a config.json names. Raises UnsupportedModel."""
     named = raw.get("architectures") or ()
+    if isinstance(named, str):
+        named = (named,)
     for architecture in ARCHITECTURES:
         if any(name in architecture.names for name in named):
             return architecture
@@ -36,18 +51,22 @@ def find_gguf(name: str) -> Architecture | None:
 
 
 def read_model_config(directory: Path) -> tuple[Architecture, ModelConfig]:
-    """Read config.json and, when present, generation_config.json.
+    """Read config.json and, when present, generation_config.json and the tokenizer's end of sequence.
 
-    Raises UnsupportedModel (architecture, activation, quantisation, rope type) or BrokenModel (missing or absurd
-    values).
+    Raises UnsupportedModel (architecture, quantisation, a field that changes the numbers and is not computed here) or
+    BrokenModel (missing or absurd values). The message names the file and the field.
     """
     where = str(directory / "config.json")
     raw = read_json(directory / "config.json")
     generation_path = directory / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
+    refuse_quantised(raw, where)
     architecture = find_architecture(raw, where)
-    config = architecture.parse(raw, generation, where)
+    fields = ConfigFields(raw, where, defaults=architecture.defaults)
+    config = architecture.parse(fields)
+    fields.refuse_unread()
     shapes = {(layer.attention.num_kv_heads, layer.attention.head_dim) for layer in config.layers}
     if len(shapes) != 1:
         raise UnsupportedModel(f"{where}: layers with different KV heads; supported: the same in every layer")
-    return architecture, config
+    ends = end_ids(directory, raw, generation, config.vocab_size)
+    return architecture, replace(config, eos_token_ids=ends, generation_defaults=generation_defaults(generation))

@@ -1,29 +1,60 @@
-"""Rotary position tables, computed once in float32 and kept in the model's dtype."""
+"""Rotary position tables, computed once in float32 and kept in the model's dtype.
+
+The rotation of a token's key and query depends on its position alone: keys that were cached by one request are then
+right for every other, however either was cut into chunks. Two kinds of scaling depend on the length of the whole
+sequence in transformers, and depend on the position here:
+
+* dynamic: transformers computes the base anew for every forward pass beyond the original context, for all tokens of
+  that pass. Here each position has the base of a sequence that ends with it, which is what transformers does when the
+  tokens beyond the original context come one at a time.
+* longrope: transformers takes the long factors for a sequence beyond the original context and the short ones for all
+  others. Here the longest sequence of this worker decides for all: see `length_warning`.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from typing import Final
 
 import torch
 
-from worker_svc.models.base import RopeScaling, RopeSpec
+from worker_svc.models.base import ModelConfig, RopeKind, RopeScaling, RopeSpec
 
 
-def inverse_frequencies(spec: RopeSpec) -> torch.Tensor:
-    """Rotation per position of each of the head_dim / 2 pairs, [head_dim / 2] float32, scaling applied.
+def inverse_frequencies(spec: RopeSpec, max_len: int) -> torch.Tensor:
+    """Rotation per position of each of the rotated pairs, [num_rotated / 2] float32, scaling applied. max_len: the
+    longest sequence, in tokens.
 
     Same arithmetic, in float32, as transformers' rope initialisers, so that positions agree to the last bit.
     """
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
-    inv_freq = 1.0 / (spec.theta**exponents)
+    exponents = _exponents(spec)
     scaling = spec.scaling
-    if scaling is None:
-        return inv_freq
-    if scaling.kind == "linear":
-        return inv_freq / scaling.factor
-    if scaling.kind == "factors":
-        return inv_freq / torch.tensor(scaling.factors, dtype=torch.float32)
-    return _llama3(inv_freq, scaling)
+    if scaling is not None and scaling.kind is RopeKind.LONGROPE:
+        is_long = max_len > scaling.original_max_position_embeddings
+        factors = scaling.long_factors if is_long else scaling.short_factors
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32) * spec.theta**exponents)
+    if scaling is not None and scaling.kind is RopeKind.YARN:
+        return _yarn(spec, scaling)
+    inv_freq = 1.0 / (spec.theta**exponents)
+    return inv_freq if scaling is None else _SCALED[scaling.kind](inv_freq, scaling)
+
+
+def _exponents(spec: RopeSpec) -> torch.Tensor:
+    return torch.arange(0, spec.num_rotated, 2, dtype=torch.int64).float() / spec.num_rotated
+
+
+def _linear(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    return inv_freq / scaling.factor
+
+
+def _unscaled(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Of the dynamic kind, within the original context."""
+    return inv_freq
+
+
+def _stored(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    return inv_freq / torch.tensor(scaling.short_factors, dtype=torch.float32)
 
 
 def _llama3(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
@@ -38,27 +69,93 @@ def _llama3(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     return torch.where(between, blended, stretched)
 
 
-class RopeTable:
-    """cos and signed sin for every position up to max_len, [max_len, head_dim] each.
+def _yarn(spec: RopeSpec, scaling: RopeScaling) -> torch.Tensor:
+    """Dimensions that turn often within the original context keep their frequency, those that turn less than once are
+    stretched, those between blended."""
+    dim = spec.num_rotated
+    powers = spec.theta ** _exponents(spec)
 
-    The first half of sin is negated, so rotating is x * cos + swap_halves(x) * sin.
+    def dimension_with(num_turns: float) -> float:
+        original = scaling.original_max_position_embeddings
+        return (dim * math.log(original / (num_turns * 2 * math.pi))) / (2 * math.log(spec.theta))
+
+    low, high = dimension_with(scaling.beta_fast), dimension_with(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ramp
+    return 1.0 / (scaling.factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+
+_SCALED: Final[Mapping[RopeKind, Callable[[torch.Tensor, RopeScaling], torch.Tensor]]] = {
+    RopeKind.LINEAR: _linear,
+    RopeKind.DYNAMIC: _unscaled,
+    RopeKind.LLAMA3: _llama3,
+    RopeKind.FACTORS: _stored,
+}
+
+
+def _angles(spec: RopeSpec, max_len: int) -> torch.Tensor:
+    """Rotation of every position, [max_len, num_rotated / 2] float32."""
+    positions = torch.arange(max_len, dtype=torch.float32)
+    angles = torch.outer(positions, inverse_frequencies(spec, max_len))
+    scaling = spec.scaling
+    if scaling is not None and scaling.kind is RopeKind.DYNAMIC and max_len > scaling.original_max_position_embeddings:
+        original, factor = scaling.original_max_position_embeddings, scaling.factor
+        beyond = torch.arange(original + 1, max_len + 1)[:, None]  # lengths of the sequences that end there
+        growth = (factor * beyond / original) - (factor - 1)
+        base = spec.theta * growth ** (spec.num_rotated / (spec.num_rotated - 2))
+        angles[original:] = positions[original:, None] * (1.0 / base ** _exponents(spec))
+    return angles
+
+
+def length_warning(config: ModelConfig, max_len: int) -> str | None:
+    """What an operator should know of a context of max_len tokens; None for most models."""
+    scalings = {layer.rope.scaling for layer in config.layers if layer.rope.scaling is not None}
+    if any(one.kind is RopeKind.LONGROPE and max_len > one.original_max_position_embeddings for one in scalings):
+        return (
+            f"max_model_len {max_len} is beyond the model's original_max_position_embeddings "
+            f"{config.max_position_embeddings}: every sequence is computed with long_factor, also a short one, for "
+            "which transformers uses short_factor"
+        )
+    if any(one.kind is RopeKind.LONGROPE for one in scalings) and config.max_len > max_len:
+        return (
+            f"the context is {max_len} tokens, for which short_factor is right; max_model_len may be up to "
+            f"{config.max_len}, and then every sequence is computed with long_factor"
+        )
+    return None
+
+
+class RopeTable:
+    """cos and signed sin for every position up to max_len, [max_len, head_dim] and [max_len, num_rotated].
+
+    The first half of sin is negated, so rotating is x * cos + swap_halves(x) * sin. Behind the rotated numbers of a
+    head cos is 1.
     """
 
     def __init__(self, spec: RopeSpec, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inverse_frequencies(spec))
+        angles = _angles(spec, max_len)
         cos, sin = angles.cos(), angles.sin()
-        self._half = spec.head_dim // 2
-        self._cos = torch.cat((cos, cos), dim=-1).to(dtype).to(device)
+        if spec.scaling is not None and spec.scaling.attention_factor != 1.0:
+            cos, sin = cos * spec.scaling.attention_factor, sin * spec.scaling.attention_factor
+        self._half, self._end = spec.num_rotated // 2, spec.num_rotated
+        parts = [cos, cos]
+        if spec.num_rotated < spec.head_dim:
+            parts.append(torch.ones(max_len, spec.head_dim - spec.num_rotated))
+        self._cos = torch.cat(parts, dim=-1).to(dtype).to(device)
         self._sin = torch.cat((-sin, sin), dim=-1).to(dtype).to(device)
 
     def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of a step's positions [T], as [T, 1, head_dim]: gathered once a step, used by every layer."""
+        """cos and sin of a step's positions [T], as [T, 1, ...]: gathered once a step, used by every layer."""
         return self._cos.index_select(0, positions).unsqueeze(1), self._sin.index_select(0, positions).unsqueeze(1)
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """x [T, heads, head_dim] (any strides) rotated, as a new contiguous tensor."""
-        half = self._half
+        half, end = self._half, self._end
         out = x * cos
-        out[..., :half].addcmul_(x[..., half:], sin[..., :half])
-        out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+        out[..., :half].addcmul_(x[..., half:end], sin[..., :half])
+        out[..., half:end].addcmul_(x[..., :half], sin[..., half:])
         return out

@@ -22,6 +22,7 @@ from worker_svc.models.base import ForwardInput, Model, ModelConfig
 from worker_svc.models.decoder import num_weights
 from worker_svc.models.loader import load_model, locate_model, model_name, tokenizer_files
 from worker_svc.models.registry import read_model_config
+from worker_svc.models.rope import length_warning
 from worker_svc.runner.base import DeviceFailed, Geometry, RunnerCapabilities, StepFailed
 from worker_svc.runner.input_batch import InputBatch
 from worker_svc.runner.inputs import StepInputs, accept_drafts, build_inputs
@@ -115,16 +116,16 @@ class ModelRunner:
         directory = locate_model(settings.model)
         budget = _KvBudget(settings.num_blocks, settings.kv_memory, settings.gpu_memory_utilization)
         _, config = read_model_config(directory)
+        if settings.max_model_len is not None and settings.max_model_len > config.max_len:
+            raise ValueError(f"max_model_len {settings.max_model_len} is beyond the model's {config.max_len}")
         attention = select_backend(config.attention_specs, dtype, device)
         if device.type == "cpu":
             budget.check_fits(config, dtype, attention.block_size_multiple)
         with torch.inference_mode():
             model = load_model(directory, max_len=settings.max_model_len, dtype=dtype, device=device)
-        if settings.max_model_len is not None and settings.max_model_len > model.config.max_position_embeddings:
-            raise ValueError(
-                f"max_model_len {settings.max_model_len} is beyond the model's {model.config.max_position_embeddings}"
-            )
-        max_model_len = settings.max_model_len or model.config.max_position_embeddings
+        max_model_len = settings.max_model_len or config.max_position_embeddings
+        if (warning := length_warning(config, max_model_len)) is not None:
+            logger.warning("%s", warning)
         return cls(model, attention, directory, max_model_len=max_model_len, budget=budget, threads=threads)
 
     @property

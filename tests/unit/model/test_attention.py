@@ -28,6 +28,8 @@ class Case:
     group: int
     head_dim: int
     seed: int
+    window: int | None = None
+    soft_cap: float | None = None
 
     def batch(self, ahead: int = 0) -> RaggedBatch:
         """Tables of distinct blocks in random order, padded with block 0. `ahead`: blocks that every sequence holds
@@ -56,7 +58,8 @@ class Case:
     @property
     def spec(self) -> AttentionSpec:
         """One layer of this shape."""
-        return AttentionSpec(self.kv_heads * self.group, self.kv_heads, self.head_dim, scale=self.head_dim**-0.5)
+        num_heads, scale = self.kv_heads * self.group, self.head_dim**-0.5
+        return AttentionSpec(num_heads, self.kv_heads, self.head_dim, scale, self.window, self.soft_cap)
 
     def run(
         self, backend: AttentionBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: RaggedBatch
@@ -91,6 +94,8 @@ cases = st.builds(
     group=st.sampled_from([1, 3]),
     head_dim=st.sampled_from([8, 16]),
     seed=st.integers(0, 10_000),
+    window=st.one_of(st.none(), st.integers(1, 70)),
+    soft_cap=st.sampled_from([None, 0.5, 30.0]),
 )
 
 
@@ -100,6 +105,36 @@ def test_sdpa_agrees_with_the_reference(case: Case) -> None:
     batch = case.batch()
     q, k, v = case.tensors(batch, torch.float32)
     expected = case.run(ReferenceAttention(), q, k, v, batch)
+    assert torch.allclose(case.run(sdpa_in(torch.float32), q, k, v, batch), expected, atol=2e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases)
+def test_sdpa_in_tiles_agrees_with_the_reference(case: Case) -> None:
+    """Tiles of four queries, so that many begin behind the first and end within a window."""
+    batch = case.batch()
+    q, k, v = case.tensors(batch, torch.float32)
+    expected = case.run(ReferenceAttention(), q, k, v, batch)
+    backend = sdpa_in(torch.float32)
+    backend._tiles = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sdpa, "_MIN_TILE", 4)
+        patch.setattr(sdpa, "_MAX_TILE_SCORES", 1)
+        assert torch.allclose(case.run(backend, q, k, v, batch), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("window", [1, 8, 9, 30, 200])
+def test_blocks_that_no_window_reaches_are_not_read(window: int) -> None:
+    """A long sequence, a decode and a decode with drafts: NaN in every block before the first one that is needed."""
+    case = Case(((40, 60), (1, 99), (3, 97)), 4, 2, 3, 8, seed=5, window=window)
+    batch = case.batch()
+    q, k, v = case.tensors(batch, torch.float32)
+    expected = case.run(ReferenceAttention(), q, k, v, batch)
+    for b, (num_queries, earlier) in enumerate(case.sequences):
+        first_key = max(0, earlier + 1 - window)
+        unreachable = batch.block_table[b, : first_key // 4]
+        k[unreachable], v[unreachable] = float("nan"), float("nan")
+        assert len(unreachable) > 0 or window > earlier + num_queries - 4
     assert torch.allclose(case.run(sdpa_in(torch.float32), q, k, v, batch), expected, atol=2e-5)
 
 
@@ -206,21 +241,31 @@ def test_f88_what_stands_in_foreign_slots_changes_not_a_bit(
     assert torch.equal(case.run(sdpa_in(dtype), q, k, v, batch), expected)
 
 
+class _WithoutWindows(ReferenceAttention):
+    """A backend that cannot compute everything."""
+
+    def unsupported(self, spec: AttentionSpec) -> str | None:
+        return None if spec.window is None else "a sliding window"
+
+
+def _without_windows(dtype: torch.dtype, device: torch.device) -> AttentionBackend:
+    return _WithoutWindows()
+
+
 def test_a_layer_that_no_backend_can_compute_is_refused_by_name() -> None:
-    spec = AttentionSpec(4, 2, 16, scale=0.25, window=64)
-    with pytest.raises(NoBackend, match="sdpa: a sliding window"):
-        select_backend([spec], torch.float32, torch.device("cpu"))
+    spec, cpu = AttentionSpec(4, 2, 16, scale=0.25, window=64), torch.device("cpu")
+    backends = {"plain": _without_windows}
+    with pytest.raises(NoBackend, match="plain: a sliding window"):
+        select_backend([replace(spec, window=None), spec], torch.float32, cpu, backends=backends)
     with pytest.raises(NoBackend, match="'flash' is not one of sdpa"):
-        select_backend([replace(spec, window=None)], torch.float32, torch.device("cpu"), name="flash")
-    assert isinstance(select_backend([replace(spec, window=None)], torch.float32, torch.device("cpu")), SdpaAttention)
+        select_backend([spec], torch.float32, cpu, name="flash")
+    assert isinstance(select_backend([spec], torch.float32, cpu), SdpaAttention)
 
 
 def test_a_backend_of_its_own_file_is_a_line_in_the_table() -> None:
     """What a further backend needs beside its file: the first that can compute every layer is taken."""
-
-    def make(dtype: torch.dtype, device: torch.device) -> AttentionBackend:
-        return ReferenceAttention()
-
-    backends = {**BACKENDS, "reference": make}
-    spec = AttentionSpec(4, 2, 16, scale=0.25, soft_cap=30.0)
-    assert isinstance(select_backend([spec], torch.float32, torch.device("cpu"), backends=backends), ReferenceAttention)
+    backends = {"plain": _without_windows, **BACKENDS}
+    spec, cpu = AttentionSpec(4, 2, 16, scale=0.25, window=30), torch.device("cpu")
+    assert isinstance(select_backend([spec], torch.float32, cpu, backends=backends), SdpaAttention)
+    spec = replace(spec, window=None)
+    assert isinstance(select_backend([spec], torch.float32, cpu, backends=backends), _WithoutWindows)

@@ -86,9 +86,12 @@ def test_other_architectures_are_refused_naming_the_supported(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"hidden_act": "relu2"}, "hidden_act 'relu2'; supported: silu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        (
+            {"rope_parameters": {"rope_type": "proportional"}},
+            "rope_parameters.rope_type 'proportional'; supported: default",
+        ),
     ],
 )
 def test_unsupported_settings_are_refused(tmp_path: Path, changes: dict[str, object], said: str) -> None:
@@ -121,7 +124,7 @@ def test_weights_that_do_not_fit_the_config_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="q_norm"):
         _load(tmp_path)
     save_file(weights | {name: weights[name].to(torch.int8)}, tmp_path / "model.safetensors")
-    with pytest.raises(UnsupportedModel, match="int8"):
+    with pytest.raises(UnsupportedModel, match="is I8; supported: F32"):
         _load(tmp_path)
 
 

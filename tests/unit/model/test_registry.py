@@ -1,5 +1,4 @@
-"""What a further family of models needs: a file with an Architecture, and a line in the registry. Here the file is this
-one: Qwen3's norms of queries and keys, written as a user of the registry would, against transformers."""
+"""The registry, and what a LayerSpec may ask for, against a decoder written out in full."""
 
 from __future__ import annotations
 
@@ -11,79 +10,42 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.support.oracle import assert_greedy_equal, greedy_entry
-from tests.support.step_loop import StepLoop
-from tests.unit.model.tiny import Settings
+from tests.unit.model.tiny import Settings, tiny_llama
 from worker_svc.attention.base import AttentionSpec, RaggedBatch
 from worker_svc.attention.select import select_backend
 from worker_svc.models import llama, registry
-from worker_svc.models.base import Activation, Architecture, ForwardInput, LayerSpec, ModelConfig, RopeSpec
+from worker_svc.models.base import (
+    Activation,
+    Biases,
+    ExpertsSpec,
+    ForwardInput,
+    LayerNames,
+    LayerSpec,
+    ModelConfig,
+    QkNorm,
+    RopeSpec,
+)
 from worker_svc.models.config import UnsupportedModel
-from worker_svc.models.decoder import Decoder
+from worker_svc.models.decoder import Decoder, num_weights
 from worker_svc.runner.base import GenerationDefaults
 from worker_svc.runner.model_runner import ModelRunner
 
 
-def parse_qwen3(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """A Llama whose queries and keys are normed."""
-    config = llama.parse(raw, generation, where)
-    return replace(config, layers=tuple(replace(layer, has_qk_norms=True) for layer in config.layers))
-
-
-QWEN3 = Architecture(names=("Qwen3ForCausalLM",), model_type="qwen3", parse=parse_qwen3, build=Decoder)
-
-
-@pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line in the registry."""
-    monkeypatch.setattr(registry, "ARCHITECTURES", (*registry.ARCHITECTURES, QWEN3))
-
-
-def _tiny_qwen3() -> Qwen3ForCausalLM:
-    torch.manual_seed(3)
-    config = Qwen3Config(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-    )
-    model: Qwen3ForCausalLM = Qwen3ForCausalLM(config)
-    model.train(False)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-    return model
-
-
-@pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize("budget", [2048, 7])
-def test_a_family_in_one_file_gives_transformers_tokens(tmp_path: Path, budget: int) -> None:
-    model = _tiny_qwen3()
-    model.save_pretrained(tmp_path)
-    runner = ModelRunner.load(Settings(str(tmp_path)))
-    loop = StepLoop(runner, block_size=8, budget=budget, max_model_len=256)
-    requests = [loop.add(prompt, 20) for prompt in ([5, 77, 30, 201, 8, 8, 130], [9], [i * 7 % 290 for i in range(60)])]
-    loop.run()
-    for request in requests:
-        assert_greedy_equal(request.outputs, greedy_entry(model, request.prompt, 20))
-
-
-def test_without_its_line_a_family_is_refused_by_name(tmp_path: Path) -> None:
-    _tiny_qwen3().save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match="Qwen3ForCausalLM; supported: LlamaForCausalLM"):
+def test_without_its_line_a_family_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    others = tuple(one for one in registry.ARCHITECTURES if one is not llama.ARCHITECTURE)
+    monkeypatch.setattr(registry, "ARCHITECTURES", others)
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM; supported: MistralForCausalLM, Qwen2ForCausalLM"):
         ModelRunner.load(Settings(str(tmp_path)))
 
 
-# --- what a LayerSpec may ask for, against a decoder written out in full --------------------------------------------
+def test_no_two_families_have_one_name() -> None:
+    names = [name for one in registry.ARCHITECTURES for name in (*one.names, one.model_type)]
+    assert len(set(names)) == len(names)
+
+
+# --- what a LayerSpec may ask for -----------------------------------------------------------------------------------
 
 
 def _spec(**changes: Any) -> LayerSpec:
@@ -91,19 +53,43 @@ def _spec(**changes: Any) -> LayerSpec:
     return replace(LayerSpec(attention, RopeSpec(10000.0, 8), intermediate_size=24), **changes)
 
 
+_BEHIND = LayerNames(
+    norm_behind_attention="post_attention_layernorm",
+    norm_before_mlp="pre_feedforward_layernorm",
+    norm_behind_mlp="post_feedforward_layernorm",
+)
 _SPECS = {
     "plain": _spec(),
-    "norms of queries and keys": _spec(has_qk_norms=True),
-    "norms behind": _spec(has_post_norms=True),
-    "gelu": _spec(activation=Activation.GELU_TANH),
+    "norms of queries and keys": _spec(qk_norm=QkNorm.PER_HEAD),
+    "one norm over all queries": _spec(qk_norm=QkNorm.WHOLE),
+    "norms before and behind": _spec(names=_BEHIND),
+    "norms behind only": _spec(names=replace(_BEHIND, norm_before_attention=None, norm_before_mlp=None)),
+    "maps stored as one": _spec(names=LayerNames(qkv=("self_attn.qkv",), gate_up=("mlp.gate_up",))),
+    "biases of queries, keys and values": _spec(biases=Biases(qkv=True)),
+    "biases of all else": _spec(biases=Biases(out=True, gate_up=True, down=True)),
+    "residual": _spec(residual_scale=0.5, biases=Biases(out=True, down=True)),
+    "residual behind norms": _spec(residual_scale=0.5, names=_BEHIND),
+    "experts": _spec(experts=ExpertsSpec(5, 2, 12, normalised=False)),
+    "experts of weight one": _spec(experts=ExpertsSpec(3, 3, 12, normalised=True), residual_scale=0.5),
+    "gelu by tanh": _spec(activation=Activation.GELU_TANH),
+    "gelu": _spec(activation=Activation.GELU),
+    "window": _spec(attention=AttentionSpec(4, 2, 8, scale=8**-0.5, window=3)),
+    "soft cap": _spec(attention=AttentionSpec(4, 2, 8, scale=8**-0.5, soft_cap=0.7)),
     "scale": _spec(attention=AttentionSpec(4, 2, 8, scale=0.5)),
     "another base": _spec(rope=RopeSpec(500.0, 8)),
+    "partly rotated": _spec(rope=RopeSpec(10000.0, 8, rotary_dim=4)),
 }
 
 
-@pytest.mark.parametrize("embedding_scale, norm_offset", [(1.0, 0.0), (4.0, 1.0)])
+_MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scaled": {"embedding_scale": 4.0, "norm_offset": 1.0, "logit_scale": 0.25, "logit_soft_cap": 2.0},
+}
+
+
+@pytest.mark.parametrize("around", _MODELS)
 @pytest.mark.parametrize("kinds", [("plain", kind) for kind in _SPECS])
-def test_a_decoder_does_what_its_layers_say(kinds: tuple[str, str], embedding_scale: float, norm_offset: float) -> None:
+def test_a_decoder_does_what_its_layers_say(kinds: tuple[str, str], around: str) -> None:
     """Layers of two kinds in one model."""
     config = ModelConfig(
         architecture="test",
@@ -113,17 +99,17 @@ def test_a_decoder_does_what_its_layers_say(kinds: tuple[str, str], embedding_sc
         rms_norm_eps=1e-5,
         layers=tuple(_SPECS[kind] for kind in kinds),
         tie_word_embeddings=True,
-        eos_token_ids=(),
         generation_defaults=GenerationDefaults(),
-        norm_offset=norm_offset,
-        embedding_scale=embedding_scale,
+        **_MODELS[around],
     )
     weights: dict[str, torch.Tensor] = {}
     generator = torch.Generator().manual_seed(1)
 
     def take(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        weights[name] = torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 0.2) + (len(shape) == 1)
-        return weights[name]
+        if name not in weights:
+            values = torch.randn(shape, generator=generator)
+            weights[name] = values * (0.3 if len(shape) > 1 else 0.2) + ("norm" in name)
+        return weights[name].clone()
 
     cpu = torch.device("cpu")
     with torch.inference_mode():
@@ -131,7 +117,9 @@ def test_a_decoder_does_what_its_layers_say(kinds: tuple[str, str], embedding_sc
         tokens = torch.tensor([3, 17, 42, 8, 8, 31, 2])
         attention = select_backend(config.attention_specs, torch.float32, cpu)
         got = _run(model, attention, tokens)
-        assert torch.allclose(got, _written_out(config, weights, tokens), atol=2e-4)
+        assert torch.allclose(got, _WrittenOut(config, weights).logits(tokens), atol=2e-4)
+    held = sum(w.numel() for name, w in weights.items() if w.dim() == 2) + weights["model.embed_tokens.weight"].numel()
+    assert num_weights(config) == held + config.hidden_size
 
 
 def _run(model: Decoder, attention: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -143,45 +131,93 @@ def _run(model: Decoder, attention: Any, tokens: torch.Tensor) -> torch.Tensor:
     return model.forward(step, kv, attention)
 
 
-def _written_out(config: ModelConfig, weights: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        scaled = x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
-        return scaled * (weights[f"{name}.weight"] + config.norm_offset)
+class _WrittenOut:
+    """The same network without any of the decoder's shortcuts: nothing folded or joined, one expert after the other."""
 
-    x = weights["model.embed_tokens.weight"][tokens] * config.embedding_scale
-    for index, spec in enumerate(config.layers):
-        prefix = f"model.layers.{index}"
-        maps = {name.rsplit(".", 2)[-2]: w.T for name, w in weights.items() if f"{prefix}." in name and w.dim() == 2}
-        x = x + _attention(spec, maps, norm(x, f"{prefix}.input_layernorm"), norm, prefix)
-        before = "pre_feedforward_layernorm" if spec.has_post_norms else "post_attention_layernorm"
-        y = norm(x, f"{prefix}.{before}")
-        gate = y @ maps["gate_proj"]
-        is_silu = spec.activation is Activation.SILU
-        gate = torch.nn.functional.silu(gate) if is_silu else torch.nn.functional.gelu(gate, approximate="tanh")
-        y = (gate * (y @ maps["up_proj"])) @ maps["down_proj"]
-        x = x + (norm(y, f"{prefix}.post_feedforward_layernorm") if spec.has_post_norms else y)
-    return norm(x, "model.norm") @ weights["model.embed_tokens.weight"].T
+    def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> None:
+        self._config = config
+        self._weights = weights
 
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        config = self._config
+        x = self._weights["model.embed_tokens.weight"][tokens] * config.embedding_scale
+        for index, spec in enumerate(config.layers):
+            prefix, names = f"model.layers.{index}.", spec.names
+            before = self._norm(x, prefix, names.norm_before_attention)
+            attended = self._norm(self._attention(spec, prefix, before), prefix, names.norm_behind_attention)
+            x = x + spec.residual_scale * attended
+            before = self._norm(x, prefix, names.norm_before_mlp)
+            x = x + spec.residual_scale * self._norm(self._mlp(spec, prefix, before), prefix, names.norm_behind_mlp)
+        logits = self._norm(x, "model.", "norm") @ self._weights["model.embed_tokens.weight"].T * config.logit_scale
+        cap = config.logit_soft_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
-def _attention(spec: LayerSpec, maps: Mapping[str, torch.Tensor], x: torch.Tensor, norm: Any, prefix: str) -> Any:
-    heads, kv_heads, size = spec.attention.num_heads, spec.attention.num_kv_heads, spec.attention.head_dim
-    q = (x @ maps["q_proj"]).view(-1, heads, size)
-    k = (x @ maps["k_proj"]).view(-1, kv_heads, size)
-    v = (x @ maps["v_proj"]).view(-1, kv_heads, size)
-    if spec.has_qk_norms:
-        q, k = norm(q, f"{prefix}.self_attn.q_norm"), norm(k, f"{prefix}.self_attn.k_norm")
-    q, k = _rotated(spec.rope, q), _rotated(spec.rope, k)
-    k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * spec.attention.scale
-    hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
-    mixed = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
-    y = mixed.reshape(len(x), heads * size) @ maps["o_proj"]
-    return norm(y, f"{prefix}.post_attention_layernorm") if spec.has_post_norms else y
+    def _norm(self, x: torch.Tensor, prefix: str, name: str | None) -> torch.Tensor:
+        if name is None:
+            return x
+        scaled = x / (x.square().mean(-1, keepdim=True) + self._config.rms_norm_eps).sqrt()
+        return scaled * (self._weights[f"{prefix}{name}.weight"] + self._config.norm_offset)
+
+    def _map(self, prefix: str, names: tuple[str, ...], x: torch.Tensor) -> torch.Tensor:
+        parts = []
+        for name in names:
+            y = x @ self._weights[f"{prefix}{name}.weight"].T
+            bias = self._weights.get(f"{prefix}{name}.bias")
+            parts.append(y if bias is None else y + bias)
+        return torch.cat(parts, dim=-1)
+
+    def _gated(self, spec: LayerSpec, prefix: str, gate_up: tuple[str, ...], down: str, x: torch.Tensor) -> Any:
+        gate, up = self._map(prefix, gate_up, x).chunk(2, dim=-1)
+        functional = torch.nn.functional
+        if spec.activation is Activation.SILU:
+            gate = functional.silu(gate)
+        else:
+            gate = functional.gelu(gate, approximate="tanh" if spec.activation is Activation.GELU_TANH else "none")
+        return self._map(prefix, (down,), gate * up)
+
+    def _mlp(self, spec: LayerSpec, prefix: str, x: torch.Tensor) -> Any:
+        names, experts = spec.names, spec.experts
+        if experts is None:
+            return self._gated(spec, prefix, names.gate_up, names.down, x)
+        rows = []
+        for token in x:
+            shares = torch.softmax(self._map(prefix, (names.router,), token), dim=-1)
+            best = shares.argsort(descending=True)[: experts.num_per_token].tolist()
+            total = sum(float(shares[one]) for one in best) if experts.normalised else 1.0
+            y = torch.zeros_like(token)
+            for one in best:
+                gate_up = tuple(name.format(one) for name in names.expert_gate_up)
+                share = float(shares[one]) / total
+                y = y + share * self._gated(spec, prefix, gate_up, names.expert_down.format(one), token)
+            rows.append(y)
+        return torch.stack(rows)
+
+    def _attention(self, spec: LayerSpec, prefix: str, x: torch.Tensor) -> torch.Tensor:
+        heads, kv_heads, size = spec.attention.num_heads, spec.attention.num_kv_heads, spec.attention.head_dim
+        qkv = self._map(prefix, spec.names.qkv, x)
+        q, k, v = qkv[:, : spec.q_size], qkv[:, spec.q_size : -spec.kv_size], qkv[:, -spec.kv_size :]
+        if spec.qk_norm is QkNorm.WHOLE:
+            q, k = self._norm(q, prefix, spec.names.q_norm), self._norm(k, prefix, spec.names.k_norm)
+        q, k, v = q.view(-1, heads, size), k.view(-1, kv_heads, size), v.reshape(-1, kv_heads, size)
+        if spec.qk_norm is QkNorm.PER_HEAD:
+            q, k = self._norm(q, prefix, spec.names.q_norm), self._norm(k, prefix, spec.names.k_norm)
+        q, k = _rotated(spec.rope, q), _rotated(spec.rope, k)
+        k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * spec.attention.scale
+        if spec.attention.soft_cap is not None:
+            scores = spec.attention.soft_cap * torch.tanh(scores / spec.attention.soft_cap)
+        hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+        if spec.attention.window is not None:
+            hidden |= torch.ones(len(x), len(x), dtype=torch.bool).tril(-spec.attention.window)
+        mixed = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+        return self._map(prefix, (spec.names.out,), mixed.reshape(len(x), heads * size))
 
 
 def _rotated(rope: RopeSpec, x: torch.Tensor) -> torch.Tensor:
-    half = rope.head_dim // 2
+    half = rope.num_rotated // 2
     frequencies = rope.theta ** (-torch.arange(half) / half)
     angles = torch.outer(torch.arange(len(x)).float(), frequencies)[:, None]
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat((first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()), -1)
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat(
+        (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin(), rest), -1
+    )
