@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from worker_svc.models import gemma2, gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from worker_svc.models.base import Architecture, ModelConfig
 from worker_svc.models.config import generation_defaults, read_json, refuse_quantised
 from worker_svc.models.ends import end_ids
 from worker_svc.models.fields import ConfigFields, UnsupportedModel
 
-ARCHITECTURES: Final[tuple[Architecture, ...]] = (
-    llama.ARCHITECTURE,
-    mistral.ARCHITECTURE,
-    qwen2.ARCHITECTURE,
-    qwen3.ARCHITECTURE,
-    gemma2.ARCHITECTURE,
-    gemma3.ARCHITECTURE,
-    phi3.ARCHITECTURE,
-    mixtral.ARCHITECTURE,
-    qwen3_moe.ARCHITECTURE,
+# Modules of this package, one a family, each with an ARCHITECTURE.
+_FAMILIES: Final = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "mixtral",
+    "qwen3_moe",
+)
+
+ARCHITECTURES: Final[tuple[Architecture, ...]] = tuple(
+    import_module(f"{__package__}.{family}").ARCHITECTURE for family in _FAMILIES
 )
 
 

@@ -40,6 +40,13 @@ def test_without_its_line_a_family_is_refused_by_name(tmp_path: Path, monkeypatc
         ModelRunner.load(Settings(str(tmp_path)))
 
 
+def test_every_family_has_its_line() -> None:
+    """A module with an ARCHITECTURE that the registry does not list would be refused without a reason."""
+    folder = Path(registry.__file__).parent
+    modules = {path.stem for path in folder.glob("*.py") if "\nARCHITECTURE: Final" in path.read_text()}
+    assert modules == set(registry._FAMILIES)
+
+
 def test_no_two_families_have_one_name() -> None:
     names = [name for one in registry.ARCHITECTURES for name in (*one.names, one.model_type)]
     assert len(set(names)) == len(names)
