@@ -24,6 +24,7 @@ _FAMILIES: Final = (
     "phi3",
     "mixtral",
     "qwen3_moe",
+    "olmo2",
 )
 
 ARCHITECTURES: Final[tuple[Architecture, ...]] = tuple(

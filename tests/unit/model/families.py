@@ -56,6 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
     },
+    "Olmo2": {},
 }
 
 
