@@ -25,6 +25,7 @@ _FAMILIES: Final = (
     "mixtral",
     "qwen3_moe",
     "olmo2",
+    "granite",
 )
 
 ARCHITECTURES: Final[tuple[Architecture, ...]] = tuple(

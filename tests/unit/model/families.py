@@ -57,6 +57,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
     "Olmo2": {},
+    "Granite": {
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.6,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 0.7,
+    },
 }
 
 
