@@ -66,6 +66,11 @@ def read_layer(
     )
 
 
+def read_window(fields: ConfigFields, sliding: Sequence[bool]) -> int | None:
+    """The size of windows; null only where no layer has one."""
+    return fields.positive("sliding_window") if any(sliding) else fields.optional_positive("sliding_window")
+
+
 def with_window(layer: LayerSpec, window: int | None) -> LayerSpec:
     """The layer with a sliding window, None: without."""
     return replace(layer, attention=replace(layer.attention, window=window))

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from worker_svc.models.base import Architecture, Biases, LayerNames, LayerSpec, ModelConfig, RopeSpec
 from worker_svc.models.decoder import Decoder
-from worker_svc.models.family import COMMON_DEFAULTS, read_layer, read_layer_types, read_model, with_window
+from worker_svc.models.family import COMMON_DEFAULTS, read_layer, read_layer_types, read_model, read_window, with_window
 from worker_svc.models.fields import ConfigFields
 
 DEFAULTS: Final[dict[str, Any]] = {
@@ -31,14 +31,10 @@ _NAMES = LayerNames(
 
 
 def read_gemma_layer(fields: ConfigFields, rope: RopeSpec | None = None) -> LayerSpec:
-    """A layer without its window. rope: read from the file unless given."""
+    """A layer without its window and soft cap. rope: read from the file unless given."""
     layer = read_layer(fields, rope=rope, activation="hidden_activation")
     bias = fields.flag("attention_bias")
-    attention = replace(
-        layer.attention,
-        scale=fields.number("query_pre_attn_scalar") ** -0.5,
-        soft_cap=fields.optional_number("attn_logit_softcapping"),
-    )
+    attention = replace(layer.attention, scale=fields.number("query_pre_attn_scalar") ** -0.5)
     return replace(layer, attention=attention, biases=Biases(qkv=bias, out=bias), names=_NAMES)
 
 
@@ -55,8 +51,11 @@ def read_gemma_model(fields: ConfigFields, architecture: str, layers: list[Layer
 
 def parse(fields: ConfigFields) -> ModelConfig:
     """See Architecture.parse."""
-    layer, window = read_gemma_layer(fields), fields.optional_positive("sliding_window")
+    layer = read_gemma_layer(fields)
+    capped = replace(layer.attention, soft_cap=fields.optional_number("attn_logit_softcapping"))
+    layer = replace(layer, attention=capped)
     sliding = read_layer_types(fields, lambda index: index % 2 == 0)
+    window = read_window(fields, sliding)
     layers = [with_window(layer, window if is_sliding else None) for is_sliding in sliding]
     return read_gemma_model(fields, ARCHITECTURE.names[0], layers)
 

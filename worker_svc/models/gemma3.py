@@ -1,4 +1,6 @@
-"""Gemma 3, its text model: a Gemma 2 with norms of queries and keys, and other rotary positions in windowed layers."""
+"""Gemma 3, its text model: a Gemma 2 with norms of queries and keys, and other rotary positions in windowed layers.
+
+transformers reads `attn_logit_softcapping` and does not use it; here a value is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Final
 from worker_svc.models import gemma2
 from worker_svc.models.base import Architecture, ModelConfig, QkNorm, RopeSpec
 from worker_svc.models.decoder import Decoder
-from worker_svc.models.family import read_attention, read_layer_types, with_window
+from worker_svc.models.family import read_attention, read_layer_types, read_window, with_window
 from worker_svc.models.fields import ConfigFields
 from worker_svc.models.rope_config import rope_from
 
@@ -35,9 +37,9 @@ def parse(fields: ConfigFields) -> ModelConfig:
     """See Architecture.parse."""
     full_rope, local_rope = _read_ropes(fields)
     layer = replace(gemma2.read_gemma_layer(fields, full_rope), qk_norm=QkNorm.PER_HEAD)
-    local = with_window(replace(layer, rope=local_rope), fields.optional_positive("sliding_window"))
     every = fields.positive("sliding_window_pattern")
     sliding = read_layer_types(fields, lambda index: (index + 1) % every != 0)
+    local = with_window(replace(layer, rope=local_rope), read_window(fields, sliding))
     layers = [local if is_sliding else layer for is_sliding in sliding]
     return gemma2.read_gemma_model(fields, ARCHITECTURE.names[0], layers)
 
@@ -53,7 +55,6 @@ ARCHITECTURE: Final = Architecture(
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
         "sliding_window_pattern": 6,
-        "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
     },
 )

@@ -1,5 +1,5 @@
-"""OLMo 2: a Llama with norms behind attention and MLP instead of before them, and one norm over all heads of queries and
-of keys."""
+"""OLMo 2: a Llama with norms behind attention and MLP instead of before them, and one norm over all heads of queries
+and one over those of keys."""
 
 from __future__ import annotations
 

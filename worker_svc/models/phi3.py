@@ -13,7 +13,7 @@ from worker_svc.models.rope_config import rope_from, rope_object
 
 _NAMES = LayerNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 # Older files say su or yarn and mean longrope.
-_ROPE_TYPES = {"su": "longrope", "yarn": "longrope"}
+_ALIASES = {"su": "longrope", "yarn": "longrope"}
 
 
 def _read_rope(fields: ConfigFields) -> RopeSpec:
@@ -31,10 +31,15 @@ def _read_rope(fields: ConfigFields) -> RopeSpec:
         )
     if parameters is None:
         return RopeSpec(theta, head_dim, None, rotary_dim)
-    rope = rope_from(parameters, fields, head_dim, theta, rotary_dim=rotary_dim, kinds=_ROPE_TYPES)
-    if parameters.value("rope_type") not in (None, "default", "longrope", *_ROPE_TYPES):
-        raise parameters.unsupported("rope_type", "default, longrope")
-    return rope
+    return rope_from(
+        parameters,
+        fields,
+        head_dim,
+        theta,
+        rotary_dim=rotary_dim,
+        aliases=_ALIASES,
+        supported=("default", "longrope"),
+    )
 
 
 def parse(fields: ConfigFields) -> ModelConfig:

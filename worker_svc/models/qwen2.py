@@ -28,6 +28,8 @@ def layers_with_windows(fields: ConfigFields, layer: LayerSpec) -> list[LayerSpe
         raise fields.broken("max_window_layers", "a number of layers")
     window = window if used else None
     sliding = read_layer_types(fields, lambda index: window is not None and index >= first)
+    if any(sliding) and window is None:
+        raise fields.broken("use_sliding_window" if not used else "sliding_window", "what layer_types asks for")
     return [with_window(layer, window if is_sliding else None) for is_sliding in sliding]
 
 

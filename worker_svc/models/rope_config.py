@@ -7,7 +7,7 @@ read, with the precedence that transformers gives them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from worker_svc.models.base import RopeKind, RopeScaling, RopeSpec
@@ -46,10 +46,11 @@ def rope_from(
     theta: float,
     *,
     rotary_dim: int | None = None,
-    kinds: Mapping[str, str] | None = None,
+    aliases: Mapping[str, str] | None = None,
+    supported: Sequence[str] = ("default", "linear", "dynamic", "llama3", "yarn", "longrope"),
 ) -> RopeSpec:
     """A RopeSpec from one rope object. theta: the base when the object names none. rotary_dim: rotated numbers of a
-    head, None: all. kinds: other names that a family gives to types."""
+    head, None: all. aliases: other names that a family gives to types. supported: types that it has."""
     parameters.refuse_others(_KNOWN)
     if "rope_theta" in parameters:
         theta = parameters.number("rope_theta")
@@ -57,16 +58,15 @@ def rope_from(
         raise (parameters if "rope_theta" in parameters else fields).broken("rope_theta", "a number above 1")
     key = "rope_type" if "rope_type" in parameters else "type"
     named = parameters.value(key)
-    kind = "default" if named is None else (kinds or {}).get(named, named) if isinstance(named, str) else named
+    kind = "default" if named is None else (aliases or {}).get(str(named), named)
+    if kind not in supported:
+        raise parameters.unsupported(key, ", ".join(supported))
     if rotary_dim is None and parameters.value("partial_rotary_factor") not in (None, 1):
         raise parameters.unsupported("partial_rotary_factor", "1")
     num_rotated = head_dim if rotary_dim is None else rotary_dim
     if kind == "default":
         return RopeSpec(theta, head_dim, None, rotary_dim)
-    read = _READERS.get(kind) if isinstance(kind, str) else None
-    if read is None:
-        raise parameters.unsupported(key, ", ".join(("default", *_READERS)))
-    return RopeSpec(theta, head_dim, read(parameters, fields, num_rotated), rotary_dim)
+    return RopeSpec(theta, head_dim, _READERS[kind](parameters, fields, num_rotated), rotary_dim)
 
 
 def _stored_factors(fields: ConfigFields, head_dim: int) -> RopeScaling | None:
