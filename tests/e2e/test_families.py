@@ -52,6 +52,7 @@ async def _check(folder: Path, family: str) -> None:
     with Deployment(folder) as deployment:
         settings = {} if max_len is None else {"max_model_len": str(max_len)}
         deployment.start_worker(
+            0,
             runner="model",
             model=str(folder / "model"),
             dtype="float32",

@@ -11,7 +11,7 @@ from typing import Any, Final
 from worker_svc.models.base import Architecture, ModelConfig
 from worker_svc.models.config import generation_defaults, read_json, refuse_quantised
 from worker_svc.models.ends import end_ids
-from worker_svc.models.fields import ConfigFields, UnsupportedModel
+from worker_svc.models.fields import BrokenModel, ConfigFields, UnsupportedModel
 
 # Modules of this package, one a family, each with an ARCHITECTURE.
 _FAMILIES: Final = (
@@ -39,10 +39,10 @@ def supported_names() -> str:
 
 
 def find_architecture(raw: Mapping[str, Any], where: str) -> Architecture:
-    """The architecture that a config.json names. Raises UnsupportedModel."""
-    named = raw.get("architectures") or ()
-    if isinstance(named, str):
-        named = (named,)
+    """The architecture that a config.json names. Raises UnsupportedModel or BrokenModel."""
+    named = raw.get("architectures") or []
+    if not isinstance(named, list):
+        raise BrokenModel(f"{where}: architectures is {named!r}, a list of names is needed")
     for architecture in ARCHITECTURES:
         if any(name in architecture.names for name in named):
             return architecture

@@ -130,27 +130,27 @@ def length_warning(config: ModelConfig, max_len: int) -> str | None:
 
 
 class RopeTable:
-    """cos and signed sin for every position up to max_len, [max_len, head_dim] and [max_len, num_rotated].
+    """cos and sin for every position up to max_len, [max_len, num_rotated / 2] each.
 
-    The first half of sin is negated, so rotating is x * cos + swap_halves(x) * sin. Behind the rotated numbers of a
-    head cos is 1.
+    rows() gives both halves of a head: the first half of sin is negated, so rotating is x * cos + swap_halves(x) * sin.
     """
 
     def __init__(self, spec: RopeSpec, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
         angles = _angles(spec, max_len)
-        cos, sin = angles.cos(), angles.sin()
-        if spec.scaling is not None and spec.scaling.attention_factor != 1.0:
-            cos, sin = cos * spec.scaling.attention_factor, sin * spec.scaling.attention_factor
+        factor = 1.0 if spec.scaling is None else spec.scaling.attention_factor
         self._half, self._end = spec.num_rotated // 2, spec.num_rotated
-        parts = [cos, cos]
-        if spec.num_rotated < spec.head_dim:
-            parts.append(torch.ones(max_len, spec.head_dim - spec.num_rotated))
-        self._cos = torch.cat(parts, dim=-1).to(dtype).to(device)
-        self._sin = torch.cat((-sin, sin), dim=-1).to(dtype).to(device)
+        self._num_kept = spec.head_dim - spec.num_rotated
+        self._cos = angles.cos().mul_(factor).to(dtype).to(device)
+        self._sin = angles.sin_().mul_(factor).to(dtype).to(device)
 
     def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of a step's positions [T], as [T, 1, ...]: gathered once a step, used by every layer."""
-        return self._cos.index_select(0, positions).unsqueeze(1), self._sin.index_select(0, positions).unsqueeze(1)
+        """cos [T, 1, head_dim] (1 behind the rotated numbers) and signed sin [T, 1, num_rotated] of a step's positions
+        [T]: gathered once a step, used by every layer."""
+        cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        parts = [cos, cos]
+        if self._num_kept:
+            parts.append(cos.new_ones(len(cos), self._num_kept))
+        return torch.cat(parts, dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """x [T, heads, head_dim] (any strides) rotated, as a new contiguous tensor."""
