@@ -25,12 +25,18 @@ def _read_ropes(fields: ConfigFields) -> tuple[RopeSpec, RopeSpec]:
     if (both := fields.part("rope_parameters")) is not None:
         both.refuse_others((_FULL, _SLIDING))
         if (parameters := both.part(_FULL)) is not None:
-            full = rope_from(parameters, fields, head_dim, full_theta)
+            full = _rope(parameters, fields, head_dim, full_theta)
         if (parameters := both.part(_SLIDING)) is not None:
-            local = rope_from(parameters, fields, head_dim, local_theta)
+            local = _rope(parameters, fields, head_dim, local_theta)
     if (scaling := fields.part("rope_scaling")) is not None:
-        full = rope_from(scaling, fields, head_dim, full.theta)
+        full = _rope(scaling, fields, head_dim, full.theta)
     return full, local
+
+
+def _rope(parameters: ConfigFields, fields: ConfigFields, head_dim: int, theta: float) -> RopeSpec:
+    if parameters.value("truncate") is False:  # transformers does not look for it in these objects
+        raise parameters.unsupported("truncate", "true")
+    return rope_from(parameters, fields, head_dim, theta)
 
 
 def parse(fields: ConfigFields) -> ModelConfig:

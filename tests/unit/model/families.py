@@ -58,7 +58,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "Olmo2": {},
     "Granite": {
-        "attention_multiplier": 0.3,
         "residual_multiplier": 0.6,
         "embedding_multiplier": 3.0,
         "logits_scaling": 0.7,
@@ -69,7 +68,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def tiny(family: str, **changes: Any) -> Any:
     """A random model of transformers, its norms and biases away from their neutral values."""
     torch.manual_seed(changes.pop("seed", 1))
-    config = getattr(transformers, f"{family}Config")(**(_SHAPE | FAMILIES[family] | changes))
+    settings = _SHAPE | FAMILIES[family] | changes
+    if family == "Granite":  # not far from the usual scale, or every softmax is one token's
+        settings.setdefault("attention_multiplier", 1.3 * settings["head_dim"] ** -0.5)
+    config = getattr(transformers, f"{family}Config")(**settings)
     config._attn_implementation = "eager"
     name = family.removesuffix("Text") + "ForCausalLM"
     model = getattr(transformers, name)(config)

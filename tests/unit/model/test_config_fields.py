@@ -249,6 +249,11 @@ _UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("Gemma2", {"sliding_window": None}, "sliding_window is None, a positive integer is needed"),
     ("Qwen2", {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window is False, what layer_types asks for"),
     ("Gemma3Text", {"rope_parameters": {"rope_theta": 3.0}}, "rope_parameters.rope_theta is 3.0, a field unknown here"),
+    (
+        "Gemma3Text",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": False}},
+        "rope_scaling.truncate False; supported: true",
+    ),
     ("Olmo2", {"clip_qkv": 3.0}, "clip_qkv is 3.0"),
     (
         "Llama",

@@ -111,6 +111,7 @@ def rope_changes(family: str, name: str, shape: Mapping[str, Any]) -> dict[str, 
     if family == "Gemma3Text":
         if parameters["rope_type"] in ("longrope", "dynamic"):  # transformers has them for one rope per model only
             return None
+        parameters.pop("truncate", None)  # refused, since transformers does not find it there
         local = {"rope_type": "default", "rope_theta": 300.0}
         return config | {"rope_parameters": {"full_attention": parameters, "sliding_attention": local}}
     if family != "Phi3":
