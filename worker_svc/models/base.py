@@ -14,8 +14,17 @@ from worker_svc.attention.paged_kv import KvShape, PagedKv
 from worker_svc.models.fields import ConfigFields
 from worker_svc.runner.base import GenerationDefaults
 
-# name -> tensor, as stored (any floating dtype). Raises BrokenModel for a missing name or another shape than asked for.
-TakeWeight = Callable[[str, tuple[int, ...]], torch.Tensor]
+
+class Weights(Protocol):
+    """The tensors of a checkpoint, as stored (any floating dtype). Raises BrokenModel for a missing name or another
+    shape than asked for."""
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor of that name, the caller's own."""
+
+    def lend(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        """The tensors of these names one behind the other along the first axis, all other axes equal. The caller may
+        change it, and must have copied what it keeps before it asks for the next one."""
 
 
 class Activation(Enum):
@@ -241,7 +250,7 @@ class BuildModel(Protocol):
     """Takes every weight it needs and makes the model. max_len: the longest sequence, in tokens."""
 
     def __call__(
-        self, config: ModelConfig, take: TakeWeight, *, max_len: int, dtype: torch.dtype, device: torch.device
+        self, config: ModelConfig, weights: Weights, *, max_len: int, dtype: torch.dtype, device: torch.device
     ) -> Model: ...
 
 

@@ -9,7 +9,7 @@ import torch
 
 from worker_svc.attention.base import AttentionBackend
 from worker_svc.attention.paged_kv import PagedKv
-from worker_svc.models.base import ForwardInput, LayerSpec, ModelConfig, QkNorm, TakeWeight
+from worker_svc.models.base import ForwardInput, LayerSpec, ModelConfig, QkNorm, Weights
 from worker_svc.models.feed_forward import Experts, FeedForward, GatedMlp
 from worker_svc.models.layers import Linear, rms_scale
 from worker_svc.models.rope import RopeTable
@@ -40,24 +40,24 @@ class Decoder:
     folded into it."""
 
     def __init__(
-        self, config: ModelConfig, take: TakeWeight, *, max_len: int, dtype: torch.dtype, device: torch.device
+        self, config: ModelConfig, weights: Weights, *, max_len: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.config = config
         self.dtype = dtype
         self.device = device
-        self._take = take
+        self._weights = weights
         self._ropes = {
             spec: RopeTable(spec, max_len, dtype, device) for spec in dict.fromkeys(s.rope for s in config.layers)
         }
-        embedding = self._on_device(take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size)))
+        embedding = self._on_device(weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size)))
         self._embedding = embedding
         self._layers = [self._load_layer(f"model.layers.{i}.", spec) for i, spec in enumerate(config.layers)]
         self._final_norm = self._norm("model.norm", config.hidden_size)
         head = embedding
         if not config.tie_word_embeddings:
-            head = self._on_device(take("lm_head.weight", (config.vocab_size, config.hidden_size)))
+            head = self._on_device(weights.take("lm_head.weight", (config.vocab_size, config.hidden_size)))
         self._head = Linear(head)
-        del self._take
+        del self._weights
 
     # --- loading ---
 
@@ -65,7 +65,7 @@ class Decoder:
         return weight.to(self.dtype).to(self.device)
 
     def _norm(self, name: str, size: int, scale: float = 1.0) -> torch.Tensor:
-        weight = self._take(f"{name}.weight", (size,))
+        weight = self._weights.take(f"{name}.weight", (size,))
         weight = weight + self.config.norm_offset if self.config.norm_offset else weight
         return self._on_device(weight if scale == 1.0 else weight.float() * scale)
 
@@ -82,18 +82,20 @@ class Decoder:
     ) -> Linear:
         """The maps of these names as one, their rows joined. sizes: rows of each. norm: folded in. scale: of the
         output."""
-        take = self._take
-        weight = torch.cat([take(f"{prefix}{n}.weight", (s, width)) for n, s in zip(names, sizes, strict=True)])
+        weight = self._weights.lend([f"{prefix}{name}.weight" for name in names], [(size, width) for size in sizes])
         if norm is not None:
             # Folded in float32 and rounded once: (x * n) W^T = x (W * n)^T.
-            stored = take(f"{prefix}{norm}.weight", (width,)).float() + self.config.norm_offset
-            weight = weight.float() * stored
+            stored = self._weights.take(f"{prefix}{norm}.weight", (width,)).float() + self.config.norm_offset
+            weight = weight.float().mul_(stored)
         joined = None
         if bias:
-            joined = torch.cat([take(f"{prefix}{n}.bias", (s,)) for n, s in zip(names, sizes, strict=True)])
+            take = self._weights.take
+            joined = torch.cat([take(f"{prefix}{name}.bias", (size,)) for name, size in zip(names, sizes, strict=True)])
         if scale != 1.0:
-            weight, joined = weight.float() * scale, None if joined is None else joined.float() * scale
-        return Linear(self._on_device(weight), None if joined is None else self._on_device(joined))
+            weight, joined = weight.float().mul_(scale), None if joined is None else joined.float().mul_(scale)
+        kept = self._on_device(weight)
+        is_lent = kept.data_ptr() == weight.data_ptr()
+        return Linear(kept, None if joined is None else self._on_device(joined), copy=is_lent)
 
     def _load_layer(self, prefix: str, spec: LayerSpec) -> _Layer:
         hidden, names, scale = self.config.hidden_size, spec.names, spec.residual_scale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -63,13 +64,28 @@ def _ids_of(token: str, settings: Mapping[str, Any], tokenizer: Path) -> Iterato
             yield [int(key)]
     if not tokenizer.exists():
         return
-    raw = read_json(tokenizer)
-    for entry in raw.get("added_tokens") or ():
+    for entry in _added_tokens(tokenizer):
         if isinstance(entry, dict) and entry.get("content") == token and isinstance(entry.get("id"), int):
             yield [entry["id"]]
+    raw = read_json(tokenizer)
     model = raw.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocabulary, dict) and isinstance(vocabulary.get(token), int):
         yield [vocabulary[token]]
     if isinstance(vocabulary, list):  # Unigram: pairs of token and score
         yield from ([at] for at, pair in enumerate(vocabulary) if isinstance(pair, list) and pair and pair[0] == token)
+
+
+def _added_tokens(tokenizer: Path) -> list[Any]:
+    """The list of that name in a tokenizer.json, without the megabytes of vocabulary and merges that follow it; empty
+    when it is not found."""
+    text = tokenizer.read_text(encoding="utf-8", errors="replace")
+    key = text.find('"added_tokens"')
+    start = text.find("[", key)
+    if key < 0 or start < 0:
+        return []
+    try:
+        found = json.JSONDecoder().raw_decode(text, start)[0]
+    except ValueError:
+        return []
+    return found if isinstance(found, list) else []

@@ -26,10 +26,15 @@ class Linear:
 
     __slots__ = ("_bias", "_packed", "_weight")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, pack: bool = True) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, pack: bool = True, copy: bool = False
+    ) -> None:
+        """copy: the weight's memory is the caller's and may change afterwards."""
         self._bias = bias
         self._packed = _pack(weight, bias) if pack and weight.device.type == "cpu" else None
-        self._weight = None if self._packed is not None else weight.contiguous()
+        self._weight = None
+        if self._packed is None:
+            self._weight = weight.clone() if copy else weight.contiguous()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x W^T + b."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from worker_svc.models.base import Model
+from worker_svc.models.base import Architecture, Model, ModelConfig
 from worker_svc.models.cache import cache_root, explained
 from worker_svc.models.config import BrokenModel, read_json
 from worker_svc.models.registry import read_model_config
@@ -63,19 +63,27 @@ def tokenizer_files(directory: Path) -> Iterator[tuple[str, bytes]]:
                 yield name, (directory / name).read_bytes()
 
 
-def load_model(directory: Path, *, max_len: int | None, dtype: torch.dtype, device: torch.device) -> Model:
-    """Load a Hugging Face directory. max_len None: the model's own.
+def load_model(
+    directory: Path,
+    *,
+    max_len: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    read: tuple[Architecture, ModelConfig] | None = None,
+) -> Model:
+    """Load a Hugging Face directory. max_len None: the model's own. read: what read_model_config gave, where it was
+    called before.
 
     Raises BrokenModel (a file missing, truncated, or of other shapes than config.json says) or UnsupportedModel.
     """
-    architecture, config = read_model_config(directory)
+    architecture, config = read or read_model_config(directory)
     with ExitStack() as stack:
         weights = WeightFiles(directory, stack)
         if config.tie_word_embeddings:
             weights.ignore("lm_head.weight")  # some store a copy all the same
         model = architecture.build(
             config,
-            weights.take,
+            weights,
             max_len=min(max_len or config.max_position_embeddings, config.max_len),
             dtype=dtype,
             device=device,

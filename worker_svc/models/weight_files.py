@@ -7,6 +7,7 @@ end the process with SIGBUS. And only what is being converted is held twice.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import BufferedReader
@@ -47,12 +48,40 @@ class WeightFiles:
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self._stored: dict[str, _Stored] = {}
+        self._lent = torch.empty(0, dtype=torch.uint8)
         for path in _weight_files(directory):
             self._stored.update(_read_header(path, stack))
         self._left = {name for name in self._stored if not name.endswith(_IGNORED_SUFFIXES)}
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor of that name, a new one. Raises BrokenModel when it is missing, cut short or has another shape."""
+        """See Weights. Raises BrokenModel also for a file that is cut short, and UnsupportedModel for another dtype
+        than float32, float16 or bfloat16."""
+        part = self._find(name, shape)
+        data = torch.empty(part.num_bytes, dtype=torch.uint8)
+        _read(part, data)
+        self._left.discard(name)
+        return data.view(_DTYPES[part.dtype]).view(shape)
+
+    def lend(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        """See Weights. Each is read into its place, in memory that is in use already: taking new memory from the
+        system costs more than reading. Raises as take, and UnsupportedModel for unequal dtypes."""
+        parts = [self._find(name, shape) for name, shape in zip(names, shapes, strict=True)]
+        for name, part in zip(names, parts, strict=True):
+            if part.dtype != parts[0].dtype:
+                raise UnsupportedModel(
+                    f"{part.path}: {name} is {part.dtype}; supported: {parts[0].dtype}, as {names[0]} is"
+                )
+        num_bytes = sum(part.num_bytes for part in parts)
+        if self._lent.numel() < num_bytes:
+            self._lent = torch.empty(num_bytes, dtype=torch.uint8)
+        start = 0
+        for part in parts:
+            _read(part, self._lent[start : start + part.num_bytes])
+            start += part.num_bytes
+        self._left.difference_update(names)
+        return self._lent[:num_bytes].view(_DTYPES[parts[0].dtype]).view(-1, *shapes[0][1:])
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> _Stored:
         stored = self._stored.get(name)
         if stored is None:
             raise BrokenModel(f"the weights hold no {name}")
@@ -60,16 +89,7 @@ class WeightFiles:
             raise BrokenModel(f"{stored.path}: {name} is {stored.shape}, config.json says {shape}")
         if stored.dtype not in _DTYPES:
             raise UnsupportedModel(f"{stored.path}: {name} is {stored.dtype}; supported: {', '.join(_DTYPES)}")
-        data = torch.empty(stored.num_bytes, dtype=torch.uint8)
-        stored.file.seek(stored.start)
-        try:
-            complete = stored.file.readinto(data.numpy().data) == stored.num_bytes
-        except OSError as error:
-            raise BrokenModel(f"{stored.path} cannot be read: {error}") from error
-        if not complete:
-            raise BrokenModel(f"{stored.path} was cut short while it was read")
-        self._left.discard(name)
-        return data.view(_DTYPES[stored.dtype]).view(shape)
+        return stored
 
     def ignore(self, name: str) -> None:
         """Do not expect this one to be taken."""
@@ -82,6 +102,16 @@ class WeightFiles:
             raise UnsupportedModel(
                 f"the weights hold {len(self._left)} tensors that the architecture has no place for ({some})"
             )
+
+
+def _read(stored: _Stored, into: torch.Tensor) -> None:
+    try:
+        stored.file.seek(stored.start)
+        complete = stored.file.readinto(into.numpy().data) == stored.num_bytes
+    except OSError as error:
+        raise BrokenModel(f"{stored.path} cannot be read: {error}") from error
+    if not complete:
+        raise BrokenModel(f"{stored.path} was cut short while it was read")
 
 
 def _read_header(path: Path, stack: ExitStack) -> dict[str, _Stored]:

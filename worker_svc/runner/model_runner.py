@@ -115,14 +115,20 @@ class ModelRunner:
         torch.set_num_threads(threads)
         directory = locate_model(settings.model)
         budget = _KvBudget(settings.num_blocks, settings.kv_memory, settings.gpu_memory_utilization)
-        _, config = read_model_config(directory)
+        architecture, config = read_model_config(directory)
         if settings.max_model_len is not None and settings.max_model_len > config.max_len:
             raise ValueError(f"max_model_len {settings.max_model_len} is beyond the model's {config.max_len}")
         attention = select_backend(config.attention_specs, dtype, device)
         if device.type == "cpu":
             budget.check_fits(config, dtype, attention.block_size_multiple)
         with torch.inference_mode():
-            model = load_model(directory, max_len=settings.max_model_len, dtype=dtype, device=device)
+            model = load_model(
+                directory,
+                max_len=settings.max_model_len,
+                dtype=dtype,
+                device=device,
+                read=(architecture, config),
+            )
         max_model_len = settings.max_model_len or config.max_position_embeddings
         if (warning := length_warning(config, max_model_len)) is not None:
             logger.warning("%s", warning)

@@ -46,6 +46,15 @@ def test_a_linear_map_is_a_linear_map(form: str, dtype: torch.dtype, biased: boo
         assert not linear.is_packed
 
 
+def test_a_map_of_lent_memory_keeps_its_numbers(form: str) -> None:
+    weight, x = torch.randn(48, 32, generator=torch.Generator().manual_seed(1)), torch.ones(3, 32)
+    with torch.inference_mode():
+        linear = Linear(weight, copy=True)
+        expected = linear(x).clone()
+        weight.zero_()
+        assert torch.equal(linear(x), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_norm_is_computed_in_float32(dtype: torch.dtype) -> None:
     x = (torch.randn(5, 64, generator=torch.Generator().manual_seed(1)) * 50).to(dtype)

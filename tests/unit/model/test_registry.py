@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,23 @@ _SPECS = {
 }
 
 
+class _RandomWeights:
+    """Whatever a model asks for."""
+
+    def __init__(self) -> None:
+        self.given: dict[str, torch.Tensor] = {}
+        self._generator = torch.Generator().manual_seed(1)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if name not in self.given:
+            values = torch.randn(shape, generator=self._generator)
+            self.given[name] = values * (0.3 if len(shape) > 1 else 0.2) + ("norm" in name)
+        return self.given[name].clone()
+
+    def lend(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        return torch.cat([self.take(name, shape) for name, shape in zip(names, shapes, strict=True)])
+
+
 _MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
     "scaled": {"embedding_scale": 4.0, "norm_offset": 1.0, "logit_scale": 0.25, "logit_soft_cap": 2.0},
@@ -109,18 +126,11 @@ def test_a_decoder_does_what_its_layers_say(kinds: tuple[str, str], around: str)
         generation_defaults=GenerationDefaults(),
         **_MODELS[around],
     )
-    weights: dict[str, torch.Tensor] = {}
-    generator = torch.Generator().manual_seed(1)
-
-    def take(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        if name not in weights:
-            values = torch.randn(shape, generator=generator)
-            weights[name] = values * (0.3 if len(shape) > 1 else 0.2) + ("norm" in name)
-        return weights[name].clone()
-
+    random = _RandomWeights()
+    weights = random.given
     cpu = torch.device("cpu")
     with torch.inference_mode():
-        model = Decoder(config, take, max_len=64, dtype=torch.float32, device=cpu)
+        model = Decoder(config, random, max_len=64, dtype=torch.float32, device=cpu)
         tokens = torch.tensor([3, 17, 42, 8, 8, 31, 2])
         attention = select_backend(config.attention_specs, torch.float32, cpu)
         got = _run(model, attention, tokens)
