@@ -57,6 +57,7 @@ _CHANGES_THE_NUMBERS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "rotary_emb_fraction": _is(1),
     "rope_interleaved": _is(),
     "rope_interleave": _is(),
+    "use_mrope": _is(),
     "rope_local_base_freq": _is(),
     "rope_freq_factors": _is(),
     "original_max_position_embeddings": _is(),

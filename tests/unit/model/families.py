@@ -102,7 +102,7 @@ def reference_logits(model: Any, token_ids: Sequence[int], one_by_one_from: int 
 
 
 @dataclass
-class Sequence_:
+class Tracked:
     """One sequence on its way: its tokens, its blocks, how many are computed, and the logits so far."""
 
     token_ids: list[int]
@@ -114,21 +114,29 @@ class Sequence_:
 class Bench:
     """A loaded model over a pool of scattered blocks, driven step by step with given tokens."""
 
-    def __init__(self, directory: Path, *, max_len: int | None = None, block_size: int = 4, num_blocks: int = 400):
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        max_len: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        block_size: int = 4,
+        num_blocks: int = 400,
+    ) -> None:
         with torch.inference_mode():
-            self.model = load_model(directory, max_len=max_len, dtype=torch.float32, device=CPU)
-        self.attention = SdpaAttention(torch.float32, CPU)
+            self.model = load_model(directory, max_len=max_len, dtype=dtype, device=CPU)
+        self.attention = SdpaAttention(dtype, CPU)
         self.block_size = block_size
-        shape = self.model.config.kv_shape(block_size, torch.float32)
+        shape = self.model.config.kv_shape(block_size, dtype)
         self._kv = self.attention.new_kv(shape, num_blocks)
         self._free = [int(one) + 1 for one in np.random.default_rng(3).permutation(num_blocks - 1)]
 
-    def begin(self, token_ids: Sequence[int]) -> Sequence_:
+    def begin(self, token_ids: Sequence[int]) -> Tracked:
         """A sequence with the blocks it needs."""
         blocks = [self._free.pop() for _ in range(-(-len(token_ids) // self.block_size))]
-        return Sequence_(list(token_ids), blocks)
+        return Tracked(list(token_ids), blocks)
 
-    def share(self, other: Sequence_, num_tokens: int, token_ids: Sequence[int]) -> Sequence_:
+    def share(self, other: Tracked, num_tokens: int, token_ids: Sequence[int]) -> Tracked:
         """A sequence that begins with computed blocks of another one."""
         sequence = self.begin(token_ids)
         num_blocks = num_tokens // self.block_size
@@ -136,7 +144,7 @@ class Bench:
         sequence.computed = num_blocks * self.block_size
         return sequence
 
-    def step(self, rows: Sequence[tuple[Sequence_, int]]) -> None:
+    def step(self, rows: Sequence[tuple[Tracked, int]]) -> None:
         """Compute the next tokens of some sequences in one pass, with logits after each of them."""
         counts = np.array([count for _, count in rows], np.int64)
         computed = np.array([sequence.computed for sequence, _ in rows], np.int64)

@@ -11,10 +11,11 @@ import pytest
 import transformers
 
 from tests.unit.model.families import FAMILIES, Bench, reference_logits, tiny
-from tests.unit.model.tiny import tiny_llama
+from tests.unit.model.tiny import Settings, tiny_llama
 from worker_svc.models.fields import BrokenModel, ConfigFields, UnsupportedModel
 from worker_svc.models.registry import read_model_config
 from worker_svc.models.rope import length_warning
+from worker_svc.runner.model_runner import ModelRunner
 
 TOKENS = [(i * i * 7 + 13 * i) % 290 + 3 for i in range(40)]
 
@@ -360,10 +361,19 @@ def test_the_context_is_the_one_for_which_every_sequence_is_exact(tmp_path: Path
     assert "every sequence is computed with long_factor, also a short one" in str(length_warning(long, 31))
 
 
-def test_a_longer_context_than_the_scaling_reaches_is_refused(tmp_path: Path) -> None:
-    from tests.unit.model.tiny import Settings
-    from worker_svc.runner.model_runner import ModelRunner
+def test_a_worker_says_which_factors_of_longrope_it_uses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lists = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    lengths = {"max_position_embeddings": 160, "original_max_position_embeddings": 40}
+    scaling = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 1.0, **lists}
+    tiny("Phi3", rope_parameters=scaling, **lengths).save_pretrained(tmp_path)
+    assert ModelRunner.load(Settings(str(tmp_path))).capabilities.max_model_len == 40
+    assert "the context is 40 tokens, for which short_factor is right" in caplog.text
+    caplog.clear()
+    assert ModelRunner.load(Settings(str(tmp_path), max_model_len=100)).capabilities.max_model_len == 100
+    assert "max_model_len 100 is beyond the model's original_max_position_embeddings 40" in caplog.text
 
+
+def test_a_longer_context_than_the_scaling_reaches_is_refused(tmp_path: Path) -> None:
     parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     tiny("Llama", max_position_embeddings=64, rope_parameters=parameters).save_pretrained(tmp_path)
     assert ModelRunner.load(Settings(str(tmp_path))).capabilities.max_model_len == 64

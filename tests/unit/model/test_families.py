@@ -272,6 +272,21 @@ def test_positions_beyond_the_context_of_dynamic_rope_continue_like_transformers
     _check_all(requests, [greedy_entry(model, prompt, GREEDY_LENGTH) for prompt in prompts])
 
 
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_not_far_from_float32(tmp_path: Path, family: str, tiles: bool) -> None:
+    """As far as transformers in bfloat16 is, or half as far again. tiles: as on CPUs without AMX."""
+    model = tiny(family)
+    model.save_pretrained(tmp_path)
+    expected = reference_logits(model, TOKENS)
+    allowed = 1.5 * (reference_logits(model.to(torch.bfloat16), TOKENS) - expected).square().mean().sqrt()
+    assert allowed < 0.2 * expected.std()
+    bench = Bench(tmp_path, dtype=torch.bfloat16)
+    bench.attention._tiles = tiles
+    for chunk in (LENGTH, 33, 7):
+        assert (bench.run(TOKENS, chunk) - expected).square().mean().sqrt() <= allowed
+
+
 def test_experts_are_chosen_token_by_token(tmp_path: Path) -> None:
     """More experts than tokens, one expert a token, and all experts for every token."""
     for index, (num, per_token) in enumerate([(40, 1), (4, 4)]):
