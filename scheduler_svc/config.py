@@ -447,8 +447,8 @@ class UpSettings(_Scheduling, _Calls):
 
     @classmethod
     def sections(cls) -> tuple[tuple[str, Mapping[str, str]], ...]:
-        # drain_deadline_s has a default of its own here, so only [up] sets it. The parts call each other on this machine,
-        # in plain text.
+        # drain_deadline_s has a default of its own here, so only [up] sets it. The parts call each other on this
+        # machine, in plain text.
         own = {"drain_deadline_s": "", "tls_dir": "", "tls_server_name": ""}
         return (
             ("scheduler", {"listen": "scheduler_listen", "worker": "", **own}),
