@@ -23,7 +23,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 CALLERS_PATH := $(PATH)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup up check test test-long sim sim-protocol chaos fuzz mutants bench compose-test proto proto-baseline clean
+.PHONY: help setup up check test test-long sim sim-protocol chaos fuzz mutants bench compose-test gateway-test proto proto-baseline clean
 .DEFAULT_GOAL := help
 
 help: ## Show the targets.
@@ -73,6 +73,10 @@ fuzz: $(DEV_STAMP) ## A million malformed frames through every decoder and servi
 
 compose-test: $(DEV_STAMP) ## Tests of images and compose files, with a Docker engine of their own where none runs.
 	WHEELS="$(WHEELS)" tests/e2e/compose/run.sh $(ARGS)
+
+gateway-test: $(DEV_STAMP) ## OpenAI's clients for Python and Node against real processes (needs node and npm).
+	npm install --prefix tests/e2e/node --no-audit --no-fund --silent
+	pytest tests/contract/openai tests/e2e/test_openai.py -m "not long" $(ARGS)
 
 proto: $(DEV_STAMP) ## Format the protos and generate the Python beside them.
 	buf format --write protos
