@@ -687,12 +687,6 @@ FAULTS: tuple[Fault, ...] = (
         "pass",
     ),
     Fault(
-        "a row that is withdrawn still counts against its tenant",
-        "resources.tenants:Tenants.withdraw",
-        "del self._tenants[run.request.tenant].running[run]",
-        "pass",
-    ),
-    Fault(
         "what a request has not taken of its tenant's tokens does not come back",
         "resources.tenants:Tenants.on_finish",
         "request.num_tokens - request.limit",

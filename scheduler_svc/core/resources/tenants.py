@@ -72,8 +72,6 @@ class Tenants(Resource):
     def __init__(self, limits: Iterable[TenantLimits]) -> None:
         self._limits = {one.tenant: one for one in limits}
         self._tenants: dict[str, _Tenant] = {}
-        # Runs that the step under construction has made count.
-        self._added: dict[Run, None] = {}
 
     # --- arrival ---
 
@@ -111,10 +109,6 @@ class Tenants(Resource):
 
     # --- a step ---
 
-    def open(self, plan: StepPlan) -> None:
-        """See Resource."""
-        self._added.clear()
-
     def gate(self, plan: StepPlan, request: Request) -> SkipReason | None:
         """See Resource."""
         tenant = self._tenants.get(request.tenant)
@@ -123,23 +117,15 @@ class Tenants(Resource):
         return TENANT_LIMIT if len(tenant.running) >= tenant.limits.max_running else None
 
     def take(self, plan: StepPlan, run: Run, start: int, n: int) -> None:
-        """See Resource."""
-        tenant = self._tenants.get(run.request.tenant)
-        if tenant is not None and run not in tenant.running:
+        """See Resource. The run counts from its first row to its end; a row that is withdrawn changes nothing, since
+        the run goes on without it or ends."""
+        if (tenant := self._tenants.get(run.request.tenant)) is not None:
             tenant.running[run] = None
-            self._added[run] = None
-
-    def withdraw(self, plan: StepPlan, run: Run) -> None:
-        """See Resource."""
-        if run in self._added:
-            del self._added[run]
-            del self._tenants[run.request.tenant].running[run]
 
     # --- ends ---
 
     def on_run_end(self, run: Run, how: RunEnd) -> None:
         """See Resource."""
-        self._added.pop(run, None)
         if (tenant := self._tenants.get(run.request.tenant)) is not None:
             tenant.running.pop(run, None)
 
@@ -153,10 +139,6 @@ class Tenants(Resource):
             tenant.bucket.take(request.num_tokens - request.limit, now)
 
     # --- accounts ---
-
-    def snapshot(self, rank: RankState) -> object:
-        """See Resource."""
-        return {name: tuple(tenant.running) for name, tenant in self._tenants.items()}
 
     def check(self, rank: RankState) -> Iterator[str]:
         """See Resource."""
