@@ -14,20 +14,20 @@ from tests.e2e.compose.stack import BUILD_S, Stack
 STEP_MS = 15
 
 
-def _free_port() -> int:
-    """A port that nobody listens on, below those that the kernel gives to outgoing connections: between two stacks of a
-    test nobody may get it by chance."""
+def _free_ports() -> Iterator[int]:
+    """Ports that nothing listens on, below those that the kernel gives to outgoing connections: between two stacks of a
+    test none of them may be taken by chance."""
     for port in range(21_500, 29_500, 7):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no free port")
+            yield port
 
 
 @pytest.fixture(scope="session")
 def project() -> Iterator[Stack]:
     """The project, its images built from this checkout. Nothing is left of it afterwards."""
-    stack = Stack(port=_free_port(), openai_port=_free_port())
+    ports = _free_ports()
+    stack = Stack(port=next(ports), openai_port=next(ports))
     stack.settings["STEPFENCE_SCRIPT"] = f'{{"delay_ms": {STEP_MS}}}'
     stack.down()
     stack.compose("build", "--quiet", "scheduler", "worker", patience_s=BUILD_S)
