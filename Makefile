@@ -76,7 +76,7 @@ compose-test: $(DEV_STAMP) ## Tests of images and compose files, with a Docker e
 
 gateway-test: $(DEV_STAMP) ## OpenAI's clients for Python and Node against real processes (needs node and npm).
 	npm install --prefix tests/e2e/node --no-audit --no-fund --silent
-	pytest tests/contract/openai tests/e2e/test_openai.py tests/e2e/test_clients_document.py -m "not long" $(ARGS)
+	pytest tests/contract/openai tests/e2e/test_openai.py tests/e2e/test_clients_document.py -m "not long" --timeout 600 $(ARGS)
 
 proto: $(DEV_STAMP) ## Format the protos and generate the Python beside them.
 	buf format --write protos

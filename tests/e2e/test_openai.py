@@ -30,15 +30,16 @@ _SCRIPT = json.dumps({"delay_ms": 5})
 class OpenAIDeployment(Deployment):
     """With an OpenAI port."""
 
-    def __init__(self, folder: Path, **settings: str) -> None:
+    def __init__(self, folder: Path, worker: dict[str, str] | None = None, **settings: str) -> None:
+        """worker: settings of the worker; None: a scripted one."""
         super().__init__(folder)
         from scheduler_svc.cli.ports import free_address
 
         self.openai_address = free_address("127.0.0.1:0", set())
-        self.start_worker(num_blocks="257", script=_SCRIPT)
+        self.start_worker(0, **({"num_blocks": "257", "script": _SCRIPT} if worker is None else worker))
         self.start_scheduler(block_size="16", record=str(folder / "recording"), **settings)
         self.start_frontend(openai_listen=self.openai_address)
-        self.wait_ready()
+        self.wait_ready(300)
 
     @property
     def base_url(self) -> str:
@@ -147,24 +148,62 @@ async def test_streams_pause_while_a_part_is_killed_and_end_with_the_text_they_w
 def test_the_client_for_node_gets_the_same(deployment: OpenAIDeployment) -> None:
     node = shutil.which("node")
     assert node and (_NODE / "node_modules" / "openai").is_dir(), "run `make gateway-test`, which installs the client"
+    found = _with_node(node, deployment, "scripted")
+    assert len(found["chat"]["text"]) == 8
+    assert found["completion"]["text"] == scripted("Hello", 8)
+    wait_until(lambda: not deployment.status().num_running, "the request that was left has ended")
+    deployment.wait_idle()
+
+
+@pytest.mark.model
+@pytest.mark.node
+@pytest.mark.timeout(600)
+def test_both_clients_get_the_same_of_a_real_model(tmp_path: Path) -> None:
+    from tests.support.oracle import model_directory
+
+    node = shutil.which("node")
+    assert node is not None
+    worker = {
+        "runner": "model",
+        "model": str(model_directory()),
+        "dtype": "float32",
+        "num_blocks": "257",
+        "threads": "2",
+    }
+    with OpenAIDeployment(tmp_path, worker) as deployment:
+        name = "smollm2-135m-instruct"
+        found = _with_node(node, deployment, name)
+        with openai.OpenAI(base_url=deployment.base_url, api_key="-", max_retries=0) as client:
+            messages: list[Any] = [{"role": "user", "content": "Hello"}]
+            chat = client.chat.completions.create(model=name, messages=messages, max_tokens=8, temperature=0, seed=7)
+            completion = client.completions.create(model=name, prompt="Hello", max_tokens=8, temperature=0)
+            stopped = client.completions.create(
+                model=name, prompt="The capital of France is", max_tokens=16, temperature=0, stop=["."]
+            )
+        assert found["chat"]["text"] == chat.choices[0].message.content
+        assert found["completion"]["text"] == completion.choices[0].text
+        assert "Paris" in stopped.choices[0].text and "." not in stopped.choices[0].text
+        deployment.wait_idle()
+
+
+def _with_node(node: str, deployment: OpenAIDeployment, model: str) -> dict[str, Any]:
+    """What Node's client found, checked as far as it is the same for every model."""
     run = subprocess.run(
-        [node, "client.js", deployment.base_url, "scripted"],
+        [node, "client.js", deployment.base_url, model],
         cwd=_NODE,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
         env={**os.environ, "NO_COLOR": "1"},
     )
     assert run.returncode == 0, run.stderr
     found = {line["name"]: line for line in map(json.loads, run.stdout.splitlines())}
-    assert found["models"]["ids"] == ["scripted"]
+    assert found["models"]["ids"] == [model]
     assert found["chat"]["finish"] == found["stream"]["finish"] == "length"
-    assert found["chat"]["text"] == found["stream"]["text"] and len(found["chat"]["text"]) == 8
+    assert found["chat"]["text"] == found["stream"]["text"]
     assert found["stream"]["usage"]["completion_tokens"] == found["chat"]["usage"]["completion_tokens"] == 8
-    assert found["completion"]["text"] == scripted("Hello", 8)
     assert (found["another model"]["status"], found["another model"]["code"]) == (404, "model_not_found")
     assert (found["tools"]["status"], found["tools"]["param"]) == (400, "tools")
     assert found["left early"]["seen"] > 3
-    wait_until(lambda: not deployment.status().num_running, "the request that was left has ended")
-    deployment.wait_idle()
+    return found
