@@ -17,10 +17,14 @@ STEP_MS = 15
 def _free_ports() -> Iterator[int]:
     """Ports that nothing listens on, below those that the kernel gives to outgoing connections: between two stacks of a
     test none of them may be taken by chance."""
-    for port in range(21_500, 29_500, 7):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            yield port
+    yield from filter(_is_free, range(21_500, 29_500, 7))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False
 
 
 @pytest.fixture(scope="session")
