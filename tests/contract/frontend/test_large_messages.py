@@ -231,7 +231,7 @@ async def test_f118_a_model_longer_than_a_message_says_so(caplog: pytest.LogCapt
 @pytest.mark.parametrize(
     "send", [lambda stub: stub.Generate(text_request()), lambda stub: stub.Complete(complete(text_request()))]
 )
-async def test_f118_bytes_that_are_no_message_get_a_reason(send: Callable[[Any], Any]) -> None:
+async def test_f127_bytes_that_are_no_message_get_a_reason(send: Callable[[Any], Any]) -> None:
     async with served() as under_test:
         for method in (_GENERATE, _COMPLETE, _ABORT, _GET_MODEL, _CHECK):
             assert await _reason(under_test.channel, Sent(b"\xff\xff", (), method)) == "UNDECODABLE"
