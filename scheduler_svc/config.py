@@ -421,6 +421,9 @@ class UpSettings(_Scheduling, _Calls):
     # Short by default, so that all parts have ended within 5 s of a Ctrl-C at a terminal.
     drain_deadline_s: Seconds = Field(2.5, ge=0, description="Seconds running requests may still take after Ctrl-C.")
     model: str = Field("smollm2", description="Path of a model, or a known name; fetched when not there.")
+    served_model_name: str = Field(
+        "", description="Names under which clients ask for the model, with commas between them. Unset: the model's own."
+    )
     runner: Literal["model", "scripted"] = Field("model", description="model, or scripted (no torch, made-up text).")
     device: OptionalDevice = Field(None, description="cpu or cuda; none = the worker's default.")
     dtype: OptionalDtype = Field(None, description="float32, bfloat16 or auto; none = the worker's default.")

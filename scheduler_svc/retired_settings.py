@@ -77,6 +77,7 @@ WORKER_SETTINGS: Final[frozenset[str]] = frozenset(
         "gpu_memory_utilization",
         "max_model_len",
         "threads",
+        "served_model_name",
         "script",
         "cluster_secret_file",
         "tls_dir",

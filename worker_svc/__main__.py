@@ -46,11 +46,14 @@ class _HelpFormatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=32)
 
 
+# Flags that may be given several times.
+_SEVERAL: Final = ("served_model_name",)
 # What stands behind a flag in the help.
 _METAVARS: Final = {
     **dict.fromkeys(("runner", "device", "dtype", "log_format"), "NAME"),
     **dict.fromkeys(("num_blocks", "max_model_len", "threads"), "N"),
     "listen": "HOST:PORT",
+    "served_model_name": "NAME",
     "cluster_secret_file": "FILE",
     "tls_dir": "DIR",
     "model": "PATH|NAME",
@@ -87,6 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
     parsed, unknown = parser.parse_known_args(arguments)
     options = vars(parsed)
+    for name in _SEVERAL:
+        if options.get(name):
+            options[name] = ",".join(options[name])
     if unknown:
         # The outer parser finds out, and the inner one's name is what was called.
         parser.prog = _FETCH if options["command"] == "fetch-model" else _WORKER
@@ -171,7 +177,9 @@ def _parser() -> argparse.ArgumentParser:
     for name, field in WorkerSettings.model_fields.items():
         default = "none" if field.default is None else field.default
         help_text = f"{field.description} [default: {default}]".replace("%", "%%")
-        server.add_argument(flag(name), dest=name, default=None, metavar=_METAVARS[name], help=help_text)
+        # Given again, a flag with several values adds one; each other one is replaced.
+        adds = "append" if name in _SEVERAL else "store"
+        server.add_argument(flag(name), dest=name, default=None, metavar=_METAVARS[name], help=help_text, action=adds)
     fetch = commands.add_parser("fetch-model", prog=_FETCH, help="fetch a known model", allow_abbrev=False)
     fetch.add_argument(
         "name",

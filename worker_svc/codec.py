@@ -8,7 +8,7 @@ message.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -264,15 +264,22 @@ def encode_draining(deadline_s: float) -> worker_service_pb2.RunStepsResponse:
 
 
 def encode_capabilities(
-    capabilities: RunnerCapabilities, worker_incarnation: int, tokenizer: TokenizerFiles, host: str = ""
+    capabilities: RunnerCapabilities,
+    worker_incarnation: int,
+    tokenizer: TokenizerFiles,
+    host: str = "",
+    served_names: Sequence[str] = (),
 ) -> worker_service_pb2.GetCapabilitiesResponse:
-    """`host` is left out when it is no name that the contract lets through (a kernel takes any bytes for one)."""
+    """`host` is left out when it is no name that the contract lets through (a kernel takes any bytes for one).
+    served_names: under which clients ask for the model; none: the runner's."""
     defaults = capabilities.generation_defaults
+    name, *other_names = served_names or (capabilities.model_name,)
     return worker_service_pb2.GetCapabilitiesResponse(
         protocol_revision=PROTOCOL_REVISION,
         worker_incarnation=worker_incarnation,
         model=model_pb2.ModelInfo(
-            name=capabilities.model_name,
+            name=name,
+            other_names=other_names,
             vocab_size=capabilities.vocab_size,
             max_model_len=capabilities.max_model_len,
             eos_token_ids=capabilities.eos_token_ids,

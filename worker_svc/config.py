@@ -20,6 +20,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 
 from worker_svc.runner.script import MAX_SECONDS, Script
 
+_MAX_NAME_BYTES: Final = 256
 ENV_PREFIX: Final = "STEPFENCE_"
 # Orchestrators put such names into every container beside a service that is called stepfence-something.
 _INJECTED: Final = re.compile(r"^STEPFENCE_(.*_)?(SERVICE_HOST|(SERVICE_)?PORT(_.*)?)$")
@@ -196,6 +197,15 @@ class FileSettings:
     values: Mapping[str, str]
 
 
+def _names(value: str) -> str:
+    names = [name.strip() for name in value.split(",")] if value else []
+    if any(not name or len(name.encode()) > _MAX_NAME_BYTES or not name.isprintable() for name in names):
+        raise ValueError(f"each name must have 1 to {_MAX_NAME_BYTES} bytes, all of them printable")
+    if len(set(names)) < len(names):
+        raise ValueError("names must differ from each other")
+    return ",".join(names)
+
+
 class WorkerSettings(BaseSettings):
     """Settings of `worker_svc serve`. Times in seconds, lengths in tokens."""
 
@@ -217,6 +227,11 @@ class WorkerSettings(BaseSettings):
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of the GPU's memory to use (cuda).")
     max_model_len: OptionalLength = Field(
         None, description="Longest sequence in tokens, prompt and output; none = the model's (scripted: 8192)."
+    )
+    served_model_name: Annotated[str, AfterValidator(_names)] = Field(
+        "",
+        description="Names under which clients ask for the model, with commas between them, or repeatable. Unset: the "
+        "model's own.",
     )
     threads: OptionalThreads = Field(
         None, description="Threads to compute with; none = as many as the cores it may use, up to 8."
@@ -240,6 +255,11 @@ class WorkerSettings(BaseSettings):
     script: Annotated[Script | None, BeforeValidator(_script)] = Field(
         None, description="JSON with delays and faults of the scripted runner (docs/worker.md); none = no faults."
     )
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The names of served_model_name."""
+        return tuple(self.served_model_name.split(",")) if self.served_model_name else ()
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

@@ -170,16 +170,16 @@ class WorkerServer:
 
 def make_service(settings: WorkerSettings) -> WorkerService:
     """The service with the runner that the settings name. Imports torch only when the runner needs it."""
-    host = socket.gethostname()
+    host, names = socket.gethostname(), settings.served_names
     if settings.runner == "scripted":
         script = settings.script or Script()
         num_blocks = settings.num_blocks or DEFAULT_NUM_BLOCKS
         max_model_len = settings.max_model_len or DEFAULT_MAX_MODEL_LEN
         runner = ScriptedRunner(script, num_blocks=num_blocks, max_model_len=max_model_len)
         if script.faults:
-            return FaultyWorkerService(runner.load, distort=runner.distort, host=host)
-        return WorkerService(runner.load, host=host)
-    return WorkerService(lambda: _load_model(settings), host=host)
+            return FaultyWorkerService(runner.load, distort=runner.distort, host=host, served_names=names)
+        return WorkerService(runner.load, host=host, served_names=names)
+    return WorkerService(lambda: _load_model(settings), host=host, served_names=names)
 
 
 def _load_model(settings: WorkerSettings) -> Runner:

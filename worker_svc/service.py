@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final, NoReturn
 
 import grpc
@@ -72,6 +72,7 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         keep_state_s: float = 10.0,
         open_timeout_s: float = 10.0,
         host: str = "",
+        served_names: Sequence[str] = (),
         incarnation: int | None = None,
         make_executor: MakeExecutor = Executor,
     ) -> None:
@@ -80,6 +81,7 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         self._executor: Final = make_executor(load, self._on_answer)
         self._keep_state_s: Final = keep_state_s
         self._open_timeout_s: Final = open_timeout_s
+        self._served_names: Final = tuple(served_names)
         self._host: Final = host
         self._loaded: Loaded | None = None
         self._epoch: Epoch | None = None
@@ -144,7 +146,10 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
             loaded = self._require_loaded()
         except ContractError as error:
             await _abort(context, error)
-        return codec.encode_capabilities(loaded.runner.capabilities, self.incarnation, loaded.tokenizer, self._host)
+        capabilities = loaded.runner.capabilities
+        return codec.encode_capabilities(
+            capabilities, self.incarnation, loaded.tokenizer, self._host, self._served_names
+        )
 
     # The stubs know generators only; with `context.write` the end of a stream is seen here, in `finally`, at once.
     async def GetTokenizer(  # type: ignore[override]

@@ -51,7 +51,7 @@ _NOT_STARTED: Final = 1
 _POLL_S: Final = 0.1
 _REPORT_S: Final = 5.0
 _WORKER_SETTINGS: Final = (
-    *("model", "runner", "script", "device", "dtype", "threads"),
+    *("model", "runner", "script", "device", "dtype", "threads", "served_model_name"),
     *("num_blocks", "kv_memory", "gpu_memory_utilization", "cluster_secret_file"),
 )
 _DEFAULT_ADDRESSES: Final = tuple(

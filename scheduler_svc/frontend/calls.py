@@ -26,6 +26,8 @@ class ModelDescription:
     min_p: float | None = None
     # Empty: the model has no tokenizer.
     tokenizer_digest: str = ""
+    # Under which clients may ask for it, too.
+    other_names: tuple[str, ...] = ()
 
 
 # --- a client's call ------------------------------------------------------------------------------------------------

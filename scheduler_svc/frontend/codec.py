@@ -150,6 +150,7 @@ def encode_model(model: calls.ModelDescription) -> model_pb2.ModelInfo:
             temperature=model.temperature, top_p=model.top_p, top_k=model.top_k, min_p=model.min_p
         ),
         tokenizer_digest=model.tokenizer_digest,
+        other_names=model.other_names,
     )
 
 
@@ -210,6 +211,7 @@ def decode_model(model: model_pb2.ModelInfo) -> calls.ModelDescription:
         top_k=defaults.top_k if defaults.HasField("top_k") else None,
         min_p=defaults.min_p if defaults.HasField("min_p") else None,
         tokenizer_digest=model.tokenizer_digest,
+        other_names=tuple(model.other_names),
     )
 
 

@@ -16,8 +16,10 @@ T = TypeVar("T")
 
 def check_model(call: GenerateCall, model: ModelDescription) -> None:
     """Raises RequestError when the call asks for another model than the served one."""
-    if call.model and call.model != model.name:
-        message = f"the model {quoted(call.model)} is not served here; served: {quoted(model.name)}"
+    names = (model.name, *model.other_names)
+    if call.model and call.model not in names:
+        served = ", ".join(quoted(name) for name in names)
+        message = f"the model {quoted(call.model)} is not served here; served: {served}"
         raise RequestError(Failure(Code.NOT_FOUND, "MODEL_NOT_FOUND", message, {"served": model.name}))
 
 

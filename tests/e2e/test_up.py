@@ -141,9 +141,10 @@ def test_it_says_how_to_call_it_and_the_commands_work(up: Up) -> None:
 
 
 def test_openais_client_is_served_where_it_says(up: Up) -> None:
-    process = up()
+    process = up("--served-model-name", "small, gpt-4o")
     _ready(process)
     with _openai(process) as client:
+        assert [model.id for model in client.models.list().data] == ["small", "gpt-4o"]
         answer = client.chat.completions.create(
             model=client.models.list().data[0].id, messages=[{"role": "user", "content": "Hello"}], max_tokens=7
         )

@@ -42,7 +42,7 @@ class GenerateRequest(_message.Message):
     cache_salt: _builtins.str
     """Requests share cached prefixes only with requests of equal salt. At most 256 bytes."""
     model: _builtins.str
-    """Empty: the served one. Any other than the served name: NOT_FOUND / MODEL_NOT_FOUND."""
+    """Empty: the served one. Any other than one of its names: NOT_FOUND / MODEL_NOT_FOUND."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property

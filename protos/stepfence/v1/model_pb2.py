@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18stepfence/v1/model.proto\x12\x0cstepfence.v1\"\xb4\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12=\n\x13generation_defaults\x18\x05 \x01(\x0b\x32 .stepfence.v1.GenerationDefaults\x12\x18\n\x10tokenizer_digest\x18\x06 \x01(\t\"\x98\x01\n\x12GenerationDefaults\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_p\"1\n\x0eTokenizerChunk\x12\x11\n\tfile_name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18stepfence/v1/model.proto\x12\x0cstepfence.v1\"\xc9\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12=\n\x13generation_defaults\x18\x05 \x01(\x0b\x32 .stepfence.v1.GenerationDefaults\x12\x18\n\x10tokenizer_digest\x18\x06 \x01(\t\x12\x13\n\x0bother_names\x18\x07 \x03(\t\"\x98\x01\n\x12GenerationDefaults\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_p\"1\n\x0eTokenizerChunk\x12\x11\n\tfile_name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,9 +32,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stepfence.v1.model_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MODELINFO']._serialized_start=43
-  _globals['_MODELINFO']._serialized_end=223
-  _globals['_GENERATIONDEFAULTS']._serialized_start=226
-  _globals['_GENERATIONDEFAULTS']._serialized_end=378
-  _globals['_TOKENIZERCHUNK']._serialized_start=380
-  _globals['_TOKENIZERCHUNK']._serialized_end=429
+  _globals['_MODELINFO']._serialized_end=244
+  _globals['_GENERATIONDEFAULTS']._serialized_start=247
+  _globals['_GENERATIONDEFAULTS']._serialized_end=399
+  _globals['_TOKENIZERCHUNK']._serialized_start=401
+  _globals['_TOKENIZERCHUNK']._serialized_end=450
 # @@protoc_insertion_point(module_scope)

@@ -30,6 +30,7 @@ class ModelInfo(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     GENERATION_DEFAULTS_FIELD_NUMBER: _builtins.int
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
+    OTHER_NAMES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name under which clients ask for it, e.g. "smollm2-135m-instruct"."""
     vocab_size: _builtins.int
@@ -46,6 +47,10 @@ class ModelInfo(_message.Message):
 
     @_builtins.property
     def generation_defaults(self) -> Global___GenerationDefaults: ...
+    @_builtins.property
+    def other_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Further names under which clients may ask for it."""
+
     def __init__(
         self,
         *,
@@ -55,10 +60,11 @@ class ModelInfo(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         generation_defaults: Global___GenerationDefaults | None = ...,
         tokenizer_digest: _builtins.str = ...,
+        other_names: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["generation_defaults", b"generation_defaults"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "generation_defaults", b"generation_defaults", "max_model_len", b"max_model_len", "name", b"name", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "generation_defaults", b"generation_defaults", "max_model_len", b"max_model_len", "name", b"name", "other_names", b"other_names", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

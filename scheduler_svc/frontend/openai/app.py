@@ -20,13 +20,14 @@ from scheduler_svc.frontend.callers import Callers
 from scheduler_svc.frontend.calls import Accepted, Finished, GenerateCall
 from scheduler_svc.frontend.containment import is_containable
 from scheduler_svc.frontend.engine import FrontEnd
-from scheduler_svc.frontend.errors import INTERNAL, Code, Failure, RequestError, quoted
+from scheduler_svc.frontend.errors import INTERNAL, RequestError, quoted
 from scheduler_svc.frontend.gate import CallGate
 from scheduler_svc.frontend.limits import Limits
 from scheduler_svc.frontend.openai import answers, requests
 from scheduler_svc.frontend.openai.choices import Choices, started
 from scheduler_svc.frontend.openai.requests import Wanted
 from scheduler_svc.frontend.prompt_lanes import PromptLanes
+from scheduler_svc.frontend.resolve import check_model
 
 # Seconds for the whole body, and between two signs of life of a stream.
 BODY_TIMEOUT_S: Final = 30.0
@@ -84,7 +85,9 @@ class Door:
     async def models(self, request: Request) -> Response:
         try:
             self._callers.caller(request.headers.items())
-            return _response(200, {"object": "list", "data": [self._model_json()]})
+            model = self._front_end.model
+            data = [self._model_json(name) for name in (model.name, *model.other_names)]
+            return _response(200, {"object": "list", "data": data})
         except RequestError as error:
             return _problem_response(answers.problem_of(error, {}))
 
@@ -92,23 +95,14 @@ class Door:
         name = request.path_params["name"]
         try:
             self._callers.caller(request.headers.items())
-            served = self._front_end.model.name
-            if name == served:
-                return _response(200, self._model_json())
-            message = f"the model {quoted(name)} is not served here; served: {quoted(served)}"
-            raise RequestError(Failure(Code.NOT_FOUND, "MODEL_NOT_FOUND", message, {"served": served}))
+            check_model(GenerateCall(None, model=name), self._front_end.model)
+            return _response(200, self._model_json(name))
         except RequestError as error:
             return _problem_response(answers.problem_of(error, {}))
 
-    def _model_json(self) -> answers.Json:
-        model = self._front_end.model
-        return {
-            "id": model.name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "stepfence",
-            "max_model_len": model.max_model_len,
-        }
+    def _model_json(self, name: str) -> answers.Json:
+        length = self._front_end.model.max_model_len
+        return {"id": name, "object": "model", "created": 0, "owned_by": "stepfence", "max_model_len": length}
 
     async def health(self, _: Request) -> Response:
         cause = self._front_end.not_ready_cause
@@ -163,7 +157,9 @@ class Door:
         self, client: _Client, wanted: Wanted, calls: Sequence[GenerateCall], kind: answers.Kind
     ) -> None:
         async with started(self._front_end, calls) as choices:
-            answer = answers.Answer(kind, choices.request_id, self._front_end.model.name, len(calls))
+            # By the name that the client used, as it may look for that one.
+            model = calls[0].model or self._front_end.model.name
+            answer = answers.Answer(kind, choices.request_id, model, len(calls))
             if wanted.is_stream:
                 await self._stream(client, choices, answer, with_usage=wanted.with_usage)
             else:

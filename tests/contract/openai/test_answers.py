@@ -11,7 +11,7 @@ import pytest
 from stepfence.v1 import session_service_pb2
 from tests.contract.frontend.harness import until
 from tests.contract.openai.harness import CHAT, COMPLETIONS, HELLO, answering, door
-from tests.support.session_double import SessionDouble
+from tests.support.session_double import SessionDouble, byte_model
 
 
 async def test_a_chat_is_answered() -> None:
@@ -232,3 +232,15 @@ async def test_a_lost_scheduler_is_a_pause_here_too() -> None:
         again.send_tokens(b"cde")
         again.end_length()
         assert (await calling).choices[0].text == "abcde"
+
+
+async def test_a_model_with_several_names_is_served_under_each_of_them() -> None:
+    model = byte_model(name="small", other_names=["gpt-4o", "org/small"])
+    async with answering(double=SessionDouble(model)) as opened:
+        assert [one.id for one in (await opened.client.models.list()).data] == ["small", "gpt-4o", "org/small"]
+        assert (await opened.client.models.retrieve("org/small")).id == "org/small"
+        for name in ("small", "gpt-4o", "org/small"):
+            answer = await opened.client.completions.create(model=name, prompt="x")
+            assert answer.model == name
+        with pytest.raises(openai.NotFoundError, match="'gpt-4o'"):
+            await opened.client.completions.create(model="gpt-4", prompt="x")

@@ -212,7 +212,7 @@ def test_help_names_what_kind_of_value_a_flag_takes(
         "DIR": {"--client-tls-dir"},
         "ADDRESS": {"--gateway"},
         "BYTES": {"--max-prompt-bytes", "--kv-memory"},
-        "NAME": {"--model", "--runner", "--device", "--dtype", "--policy", "--log-format"},
+        "NAME": {"--model", "--served-model-name", "--runner", "--device", "--dtype", "--policy", "--log-format"},
         "HOST:PORT": {"--listen", "--scheduler-listen", "--worker-listen", "--metrics-listen", "--openai-listen"},
     }
     for kind, flags in expected.items():

@@ -157,3 +157,18 @@ def test_a_pool_needs_a_block_beside_the_null_block() -> None:
     with pytest.raises(SettingsError, match=r"--num-blocks: must be at least 2: block 0"):
         WorkerSettings.load({"num_blocks": "1"})
     assert WorkerSettings.load({"num_blocks": "2"}).num_blocks == 2
+
+
+def test_a_model_may_have_several_names() -> None:
+    assert WorkerSettings(served_model_name="small, org/small ,gpt-4o").served_names == ("small", "org/small", "gpt-4o")
+    assert WorkerSettings().served_names == ()
+    for wrong in ("a,", ",", "a,a", "a\x1b[0m", "x" * 257):
+        with pytest.raises(ValueError, match="names must differ|printable"):
+            WorkerSettings(served_model_name=wrong)
+
+
+def test_names_may_be_given_one_by_one() -> None:
+    from worker_svc.__main__ import _parse, _parser
+
+    options = _parse(_parser(), ["serve", "--served-model-name", "a", "--served-model-name", "b,c"])
+    assert options["served_model_name"] == "a,b,c"
