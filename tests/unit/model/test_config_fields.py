@@ -146,6 +146,11 @@ _OLD: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "the base of Mixtral is left out": ("Mixtral", {}),
+    "Qwen 2 with windows from a layer on": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "Gemma 2 with a window in every other layer": ("Gemma2", {"sliding_window": 9}),
     "the lengths of windows are left out": ("Qwen3", {"use_sliding_window": True, "max_window_layers": 1}),
     "Phi 3 as su": (
         "Phi3",

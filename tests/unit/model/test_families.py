@@ -65,16 +65,26 @@ ROPES: dict[str, Rope] = {
         },
         {},
     ),
-    "yarn": Rope({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, {}),
+    # The ramp begins and ends between two dimensions.
+    "yarn": Rope(
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 2.0,
+            "beta_slow": 0.5,
+        },
+        {},
+    ),
     "yarn by its scales": Rope(
         {
             "rope_type": "yarn",
             "factor": 4.0,
-            "original_max_position_embeddings": 32,
+            "original_max_position_embeddings": 64,
             "mscale": 1.2,
             "mscale_all_dim": 0.7,
-            "beta_fast": 16.0,
-            "beta_slow": 2.0,
+            "beta_fast": 3.0,
+            "beta_slow": 0.6,
             "truncate": False,
         },
         {},
