@@ -143,10 +143,14 @@ async def test_d50_a_scheduler_serves_front_ends_of_its_neighbours_revision() ->
             hello.MergeFromString(_UNKNOWN_FIELD)
             attached = (await _attach(scheduler.address, hello)).attached
             assert attached.protocol_revision == 2
-            assert list(attached.features) == [session_pb.SESSION_FEATURE_RESUBMIT]
+            assert list(attached.features) == [session_pb.SESSION_FEATURE_RESUBMIT, session_pb.SESSION_FEATURE_TENANTS]
     async with running_scheduler("127.0.0.1:1", policy="priority") as scheduler:
         attached = (await _attach(scheduler.address, session_pb.Hello(protocol_revision=2))).attached
-        assert set(attached.features) == {session_pb.SESSION_FEATURE_PRIORITY, session_pb.SESSION_FEATURE_RESUBMIT}
+        assert set(attached.features) == {
+            session_pb.SESSION_FEATURE_PRIORITY,
+            session_pb.SESSION_FEATURE_RESUBMIT,
+            session_pb.SESSION_FEATURE_TENANTS,
+        }
 
 
 @pytest.mark.parametrize(

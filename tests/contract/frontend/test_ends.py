@@ -412,6 +412,9 @@ class _HeldContext:
     def time_remaining(self) -> float | None:
         return None
 
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
 
 @pytest.mark.parametrize("end", ["fails", "is given up"])
 async def test_f132_output_is_written_before_the_status_of_a_failure(end: str) -> None:

@@ -285,6 +285,9 @@ async def test_a_write_on_a_call_that_is_over_is_no_error_of_this_process(caplog
         def time_remaining(self) -> None:
             return None
 
+        def invocation_metadata(self) -> tuple[()]:
+            return ()
+
         async def abort(self, *details: object) -> None:
             raise grpc.aio.AbortError
 
