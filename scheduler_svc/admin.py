@@ -12,7 +12,7 @@ from scheduler_svc.workers.session import RankState
 from stepfence.v1 import admin_service_pb2 as pb
 from stepfence.v1 import admin_service_pb2_grpc
 
-_POLICIES: Final = {Policy.FCFS: pb.SCHEDULING_POLICY_FCFS, Policy.PRIORITY: pb.SCHEDULING_POLICY_PRIORITY}
+_POLICIES: Final = {policy: pb.SchedulingPolicy.Value(f"SCHEDULING_POLICY_{policy.name}") for policy in Policy}
 _RANK_STATES: Final = {
     RankState.CONNECTING: pb.RANK_STATE_CONNECTING,
     RankState.UP: pb.RANK_STATE_UP,

@@ -119,7 +119,7 @@ def _try_admit(
     """Start the request, or set a run of it aside, or say why not."""
     run = request.run
     if run is not None and run.is_set_aside and not run.settled:
-        # What it waited for did not come, and what is cached may be another thing by now.
+        # What it waited for did not come. The prefix cache may have changed since, so it is looked up again.
         lifecycle.abandon(state, rank, run, RunEnd.ABANDONED)
     if run is not None and run.is_set_aside:
         # What it waited for is there: its own blocks count as hits.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,13 @@ _NO_COLUMN: array[int] = array("i")
 
 @dataclass(slots=True)
 class StepColumns:
-    """Columns of a step that resources write, each its own; see SchedulerOutput."""
+    """Columns of a step that resources write, each its own. SchedulerOutput has fields of the same names."""
 
     num_drafts: array[int] | None = None
     draft_token_ids: array[int] = field(default_factory=lambda: _NO_COLUMN)
+
+
+RESOURCE_COLUMNS = tuple(column.name for column in fields(StepColumns))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from scheduler_svc.core.inflight import StepRecord
-from scheduler_svc.core.output import DeferredFree, NewRow, SchedulerOutput, StepColumns
+from scheduler_svc.core.output import RESOURCE_COLUMNS, DeferredFree, NewRow, SchedulerOutput, StepColumns
 from scheduler_svc.core.rank import RankState
 from scheduler_svc.core.request import CHUNK, Request, Run
 from scheduler_svc.core.stats import Totals
@@ -207,9 +207,8 @@ class StepPlan:
             deferred_frees=tuple(
                 DeferredFree(f.fence, f.request_id, f.blocks, f.reason) for f in rank.kv.parked.unannounced
             ),
-            num_drafts=columns.num_drafts,
-            draft_token_ids=columns.draft_token_ids,
             total_num_tokens=sum(self.num_tokens),
+            **{name: getattr(columns, name) for name in RESOURCE_COLUMNS},
         )
         window.push(
             StepRecord(

@@ -30,8 +30,9 @@ class Failure:
 @dataclass(frozen=True, slots=True)
 class Extension:
     """Tokens whose KV comes from elsewhere. later: the request waits for them, set aside; else they are there when its
-    row is computed, and at least one token is left to compute. reserved: blocks that must stay free beside it. reason:
-    why the request waits, which puts it aside."""
+    row is computed, and at least one token is left to compute. reserved: blocks that must stay free when this extension
+    is set aside, beside the margin that holds for every admission. reason: why the request waits, which puts it
+    aside."""
 
     owner: Resource
     tokens: int
@@ -89,8 +90,8 @@ class Resource:
     # --- how long is the row? -------------------------------------------------------------------------------------
 
     def want(self, plan: StepPlan, request: Request, start: int, known: int) -> int | SkipReason:
-        """Tokens that a row from position `start` should have beyond the known ones; a reason if they must fit whole
-        and do not. Changes nothing."""
+        """Tokens that a row from position `start` should have beyond the known ones (drafts, for example). A reason:
+        the row must have all of them or none, and the step has no room for all. Changes nothing."""
         return 0
 
     def clip(self, plan: StepPlan, request: Request, start: int, n: int) -> int | SkipReason:
@@ -115,8 +116,8 @@ class Resource:
     # --- what happens to runs and requests ------------------------------------------------------------------------
 
     def keeps(self, run: Run, how: RunEnd) -> bool:
-        """The run ends: True if its blocks must not be freed yet. They become a Hold of this resource, which lets go of
-        it."""
+        """The run ends: True if its blocks must not be freed yet. The rank keeps them in a Hold with this resource as
+        its owner, until the resource releases it."""
         return False
 
     def on_run_end(self, run: Run, how: RunEnd) -> None:
