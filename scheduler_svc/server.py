@@ -13,7 +13,6 @@ from typing import Any, Final
 import grpc.aio
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from prometheus_client.metrics_core import Metric
 
 from scheduler_svc import journal, logs
@@ -23,7 +22,7 @@ from scheduler_svc.core.config import Policy, SchedulerConfig
 from scheduler_svc.facts import MetricsSink, Recorder
 from scheduler_svc.metrics import PrometheusMetrics, collect
 from scheduler_svc.metrics_server import PATH, MetricsServer
-from scheduler_svc.rpc import channels, descriptors
+from scheduler_svc.rpc import channels, descriptors, reflection
 from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from scheduler_svc.rpc.health import HealthServicer
 from scheduler_svc.rpc.tls import FOR_PARTS, Tls
@@ -234,7 +233,7 @@ class SchedulerProcess:
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(service, _version()), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (*_READY_SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
-        reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
+        reflection.serve(server, names)
         return server
 
     # --- health: "" is this process, the services' names are readiness ---

@@ -3,6 +3,7 @@
 ContractError                  one gRPC status, one reason (UPPER_SNAKE), one sentence for a person
 ├── MalformedStep              INVALID_ARGUMENT     the message itself cannot be right; the epoch is over
 ├── MalformedOpen              INVALID_ARGUMENT     likewise for open, or a frame out of place
+├── BadRequest                 INVALID_ARGUMENT     likewise for a call with one request, or none came
 ├── StepRefused                FAILED_PRECONDITION  the step does not fit what the worker holds; the epoch is over
 ├── OpenRefused                FAILED_PRECONDITION  this session cannot be opened; what is held stays as it is
 ├── Superseded                 ABORTED              a newer stream was opened
@@ -52,6 +53,10 @@ class MalformedStep(ContractError):
 
 
 class MalformedOpen(ContractError):
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class BadRequest(ContractError):
     code = grpc.StatusCode.INVALID_ARGUMENT
 
 

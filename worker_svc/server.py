@@ -18,15 +18,15 @@ from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from stepfence.v1 import worker_service_pb2_grpc
-from worker_svc import descriptors
+from worker_svc import descriptors, reflection
 from worker_svc.cluster_secret import Guard
 from worker_svc.config import WorkerSettings, parse_address
 from worker_svc.faulty_service import FaultyWorkerService
 from worker_svc.health import HealthServicer
 from worker_svc.limits import MAX_MESSAGE_BYTES
+from worker_svc.requests import RequestReader
 from worker_svc.runner.base import Runner
 from worker_svc.runner.script import Script
 from worker_svc.runner.scripted import DEFAULT_MAX_MODEL_LEN, DEFAULT_NUM_BLOCKS, ScriptedRunner
@@ -58,7 +58,7 @@ _KNOWN_OPTIONS: Final = frozenset(
         "grpc.server_max_unrequested_time_in_server",
     }
 )
-_MAX_PENDING: Final = 1_000_000
+_MAX_PENDING: Final = 16_384
 # For calls that are about to end by themselves, such as a stream with its last answer.
 _STOP_GRACE_S: Final = 0.5
 _EXECUTOR_STOP_S: Final = 1.0
@@ -119,12 +119,11 @@ class WorkerServer:
         HOST:PORT that it will listen on."""
         self.service: Final = service
         self._health: Final = HealthServicer()
-        guards = [] if secret is None else [Guard(secret, SERVICE_NAME)]
-        self._server: Final = grpc.aio.server(interceptors=guards, options=server_options(listen))
+        guards = () if secret is None else (Guard(secret, SERVICE_NAME),)
+        self._server: Final = grpc.aio.server(interceptors=(*guards, RequestReader()), options=server_options(listen))
         worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        reflection.serve(self._server, (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name))
 
     async def listen(self, address: str, tls: Tls | None = None) -> str:
         """Bind and serve: alive, not ready. In plain text without `tls`. Returns HOST:PORT with the real port. Raises

@@ -16,7 +16,6 @@ from typing import Final
 import grpc.aio
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from scheduler_svc import logs
 from scheduler_svc.config import FrontendSettings, SettingsError, read_secret, read_tls
@@ -32,7 +31,7 @@ from scheduler_svc.frontend.session_client import SessionClient, SessionTiming
 from scheduler_svc.frontend.session_transport import GrpcTransport
 from scheduler_svc.frontend.text import load_tokenizer
 from scheduler_svc.frontend.usage_log import UsageLog
-from scheduler_svc.rpc import channels, descriptors
+from scheduler_svc.rpc import channels, descriptors, reflection
 from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from scheduler_svc.rpc.health import HealthServicer
 from scheduler_svc.rpc.message_budget import MessageBudget
@@ -46,6 +45,10 @@ EXIT_CUT_OFF: Final = 3
 _HEALTH_SERVICE: Final = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 SERVICE: Final = generation_service_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
+# Streams of one connection: what it may call at once (at least the usual number), and more, so that what is too much is
+# refused with a reason. gRPC resets streams beyond these, and then its clients may see UNAVAILABLE without one.
+_USUAL_CALLS: Final = 4096
+_SPARE_STREAMS: Final = 512
 # Seconds for calls that were cut off to take their last message.
 _FAREWELL_S: Final = 1.0
 # Seconds in which a client that reads takes something of what waits for it.
@@ -173,6 +176,7 @@ class FrontEndProcess:
         server = channels.server(
             self._settings.listen,
             max_message_bytes=self._limits.max_message_bytes,
+            max_streams=max(self._settings.max_calls, _USUAL_CALLS) + _SPARE_STREAMS,
             # Complete has its GenerateRequest in the field `request`.
             budget=MessageBudget(envelopes=frozenset({"request"})),
         )
@@ -181,7 +185,7 @@ class FrontEndProcess:
         checks = HealthServicer()
         checks.set(SERVICE, is_serving=False)
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-        reflection.enable_server_reflection((SERVICE, _HEALTH_SERVICE, reflection.SERVICE_NAME), server)
+        reflection.serve(server, (SERVICE, _HEALTH_SERVICE))
         with _listening(self._settings.listen, "--listen"):
             self.port = channels.listen(server, self._settings.listen, self._client_tls)
         return server, checks

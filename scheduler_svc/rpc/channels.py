@@ -28,7 +28,12 @@ MAX_MESSAGE_BYTES: Final = 16 << 20
 
 # Connections at each address a server listens on; those beyond it are closed as soon as they are accepted.
 CONNECTION_LIMIT: Final = "grpc.max_allowed_incoming_connections"
-_MAX_PENDING: Final = 1_000_000
+# Streams that one connection may have at once. Without a bound, a client that opens streams and resets them at once
+# makes a server hold as many calls as it can send.
+STREAM_LIMIT: Final = "grpc.max_concurrent_streams"
+# Of the scheduler's port: a front end needs three.
+MAX_STREAMS: Final = 256
+_MAX_PENDING: Final = 16_384
 _RECEIVE_LIMIT: Final = "grpc.max_receive_message_length"
 
 SERVER_OPTIONS: Final[Options] = (
@@ -38,7 +43,7 @@ SERVER_OPTIONS: Final[Options] = (
     ("grpc.max_send_message_length", -1),
     # Calls that have come and that no handler has taken up yet. From 1,000 of them on gRPC drops calls by chance, and
     # all from 3,000 on, also those that wait for longer than 30 s, CANCELLED without a reason. Handlers refuse what is
-    # too much with a reason, so none is dropped before.
+    # too much with a reason, so none is dropped before; each takes some 12 KB until then.
     ("grpc.server.max_pending_requests", _MAX_PENDING),
     ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
     ("grpc.server_max_unrequested_time_in_server", 3_600),
@@ -134,16 +139,18 @@ def server(
     secret: ClusterSecret | None = None,
     guarded: Sequence[str] = (),
     max_message_bytes: int = MAX_MESSAGE_BYTES,
+    max_streams: int = MAX_STREAMS,
     budget: MessageBudget | None = None,
 ) -> grpc.aio.Server:
     """An asyncio server for HOST:PORT (`listen` binds it). It closes new connections when it has as many as descriptors
     allow. Calls of the `guarded` services (full names) must carry `secret`, when there is one. Messages have at most
     `max_message_bytes`, on the wire and again when they are decompressed, and are decoded within the `budget` (None:
-    the usual one)."""
+    the usual one). A connection has at most `max_streams` calls at once; its client keeps others back."""
     interceptors: list[grpc.aio.ServerInterceptor] = [MessageBudget() if budget is None else budget]  # type: ignore[type-arg]
     if secret is not None:
         interceptors.insert(0, _Guard(secret, guarded))
     options = [(name, max_message_bytes if name == _RECEIVE_LIMIT else value) for name, value in SERVER_OPTIONS]
+    options.append((STREAM_LIMIT, max_streams))
     options.append((CONNECTION_LIMIT, descriptors.max_connections(listen)))
     return grpc.aio.server(interceptors=interceptors, options=options)
 
