@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeVar
+from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -32,6 +33,8 @@ from scheduler_svc.frontend.resolve import check_model
 # Seconds for the whole body, and between two signs of life of a stream.
 BODY_TIMEOUT_S: Final = 30.0
 KEEP_ALIVE_S: Final = 15.0
+
+_AMBIGUOUS_LENGTH: Final = "AMBIGUOUS_LENGTH"
 
 T = TypeVar("T")
 Read = Callable[[bytes, Limits], Wanted]
@@ -66,7 +69,23 @@ def application(front_end: FrontEnd, callers: Callers, gate: CallGate, lanes: Pr
     )
     # /v1/models/ is not another spelling of /v1/models: a redirect would lose the body of a POST.
     app.router.redirect_slashes = False
-    return app
+    return _Unambiguous(app)
+
+
+class _Unambiguous:
+    """Refuses, for every path, requests whose body a proxy may see end elsewhere: what follows it would be another
+    request here and part of the body there, or the other way round."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        names = {name for name, _ in scope["headers"]}
+        if b"transfer-encoding" in names and (b"content-length" in names or scope["http_version"] == "1.0"):
+            message = "send Content-Length or, with HTTP/1.1, Transfer-Encoding: chunked, and not both"
+            await _Client(receive, send).fail(answers.problem(400, _AMBIGUOUS_LENGTH, message))
+            return
+        await self._app(scope, receive, send)
 
 
 class Door:
@@ -286,7 +305,7 @@ class _Client:
             self.is_streaming = True
             # X-Accel-Buffering: nginx keeps parts of a stream back without it.
             headers = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
-            await self._start(200, {**headers, "x-request-id": request_id})
+            await self._start(200, {**headers, "x-request-id": _for_header(request_id)})
 
     async def write(self, part: bytes) -> None:
         """Returns when the client's connection takes more."""
@@ -298,7 +317,7 @@ class _Client:
     async def send_whole(self, status: int, pieces: list[bytes], request_id: str | None = None) -> None:
         headers = {"content-type": "application/json", "content-length": str(sum(map(len, pieces)))}
         if request_id is not None:
-            headers["x-request-id"] = request_id
+            headers["x-request-id"] = _for_header(request_id)
         await self._start(status, headers)
         for piece in pieces:
             await self.write(piece)
@@ -342,10 +361,16 @@ def _extra(problem: answers.Problem) -> dict[str, str]:
     headers = {} if problem.retry_after_s is None else {"retry-after": str(problem.retry_after_s)}
     if problem.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if problem.status in (401, 408, 413):
+    if problem.status in (401, 408, 413) or problem.body["error"]["reason"] == _AMBIGUOUS_LENGTH:
         # The rest of the body is not read.
         headers["connection"] = "close"
     return headers
+
+
+def _for_header(request_id: str) -> str:
+    """The id, percent-encoded when a header cannot carry it: clients choose ids, and may put anything into them."""
+    is_plain = request_id.isascii() and request_id.isprintable() and " " not in request_id
+    return request_id if is_plain else quote(request_id, safe="")
 
 
 def _response(status: int, value: answers.Json) -> Response:

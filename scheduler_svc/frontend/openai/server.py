@@ -10,13 +10,15 @@ import ssl
 from collections.abc import Iterator
 from typing import Any, ClassVar, Final
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from scheduler_svc.rpc.tls import Tls
 
-# Connections at once, beside the calls that are allowed; one more is closed.
+# Connections at once, beside the calls that are allowed. One more takes the place of the one that has waited longest
+# for the head of a request.
 _SPARE_CONNECTIONS: Final = 1024
 # Seconds from connecting, or from the end of an answer, to the head of the next request.
 HEAD_TIMEOUT_S: Final = 20.0
@@ -26,6 +28,8 @@ _BACKLOG: Final = 512
 _REFRESH_S: Final = 1.0
 # What is parsed before others get their turn.
 _PARSED_BYTES: Final = 4096
+# What is read of a body after its answer, so that a client which sends first and reads then hears the answer.
+_MAX_UNUSED_BYTES: Final = 1 << 20
 
 
 class DoorServer:
@@ -35,7 +39,9 @@ class DoorServer:
     def __init__(self, app: ASGIApp, *, max_calls: int) -> None:
         config = uvicorn.Config(
             app,
-            http=type("_Bounded", (_Protocol,), {"max_connections": max_calls + _SPARE_CONNECTIONS}),
+            http=type(
+                "_Bounded", (_Protocol,), {"max_connections": max_calls + _SPARE_CONNECTIONS, "without_head": {}}
+            ),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -107,25 +113,34 @@ class _Protocol(H11Protocol):
     much is parsed in one turn of the event loop. Chunks of one byte take 15 microseconds each."""
 
     max_connections: ClassVar[int] = 0
+    # Connections without a request, the one that has waited longest first.
+    without_head: ClassVar[dict[_Protocol, None]] = {}
 
-    _received = b""
     _parsing: asyncio.Handle | None = None
+    _holds_back = False
     _head_timer: asyncio.TimerHandle | None = None
-    # The last request whose head has come.
-    _begun: object = None
+    # The last request whose head has come, and how much of its body has come after the answer.
+    _begun: Any = None
+    _num_unused_bytes = 0
 
     def connection_made(self, transport: Any) -> None:
+        self._received = bytearray()
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:
-            transport.abort()
-            return
+            if not self.without_head:
+                transport.abort()
+                return
+            longest = next(iter(self.without_head))
+            del self.without_head[longest]
+            longest.transport.abort()
         self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.without_head.pop(self, None)
         for waiting in (self._head_timer, self._parsing):
             if waiting is not None:
                 waiting.cancel()
-        self._received = b""
+        self._received.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -140,19 +155,41 @@ class _Protocol(H11Protocol):
 
     def _parse(self) -> None:
         self._parsing = None
-        piece, self._received = self._received[:_PARSED_BYTES], self._received[_PARSED_BYTES:]
+        piece = bytes(self._received[:_PARSED_BYTES])
+        del self._received[:_PARSED_BYTES]
+        if self._is_too_much(piece):
+            self.transport.abort()
+            return
         super().data_received(piece)
         self._note_head()
-        if self._received and not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if self._received:
+            # Nothing more is read meanwhile: what waits here must not grow.
+            self._holds_back = True
+            self.transport.pause_reading()
             self._parsing = self.loop.call_soon(self._parse)
+        elif self._holds_back and not self.flow.read_paused:
+            self._holds_back = False
+            self.transport.resume_reading()
+
+    def _is_too_much(self, piece: bytes) -> bool:
+        """Whether the client goes on with a body whose answer it has."""
+        if self._begun is None or not self._begun.response_complete or self.conn.their_state is not h11.SEND_BODY:
+            self._num_unused_bytes = 0
+            return False
+        self._num_unused_bytes += len(piece)
+        return self._num_unused_bytes > _MAX_UNUSED_BYTES
 
     def _wait_for_head(self) -> None:
+        self.without_head[self] = None
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.abort)
 
     def _note_head(self) -> None:
         if self.cycle is not self._begun:
             self._begun = self.cycle
+            self.without_head.pop(self, None)
             if self._head_timer is not None:
                 self._head_timer.cancel()
                 self._head_timer = None
