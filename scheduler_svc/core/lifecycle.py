@@ -51,8 +51,9 @@ def recompute(state: CoreState, rank: RankState, run: Run, *, cause: str) -> Non
     queue."""
     request = run.request
     preempt(state, rank, run, beneficiary="", cause=cause)
-    # Of its steps in flight, and of the answer that is being settled. Results of an earlier run are in by now: a
-    # request comes back only then, or, where the rules let it come back sooner, the window has only two steps.
+    # Of its steps in flight, and of the answer that is being settled. No results of an earlier run are on the way: a
+    # request comes back only when they are in. The rules may let it come back sooner, but only where two steps at most
+    # are in flight, so that the older of them is settled by then.
     run.drops_results = True
     request.awaited = request.awaited_optional = 0
     state.queue.prepend(request)

@@ -1,4 +1,4 @@
-"""What one step tells a worker, as the core states it; `scheduler_svc.codec` turns it into the message."""
+"""What one step tells a worker, as the core states it; `workers/codec.py` turns it into the message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of one step while it is made (R2): rows, budgets, blocks, and what may still be taken back.
+"""The plan of one step while it is made: rows, budgets, blocks, and what may still be taken back.
 
 Nothing a plan holds is visible to the request's counters before `build`; blocks and cached block hashes are, and
 `withdraw` gives those back. Rows are kept as parallel lists: an object per row would cost more than deciding it."""
@@ -130,7 +130,7 @@ class StepPlan:
 
     def take(self, run: Run, start: int, n: int) -> None:
         """A row of n tokens from position `start` on: its full blocks are cached, and resources claim what it needs.
-        The pass over running requests adds rows of plain decodes itself, without a call for each (ADR 7)."""
+        The pass over running requests adds rows of plain decodes itself, without a call for each (record 7)."""
         known_end = min(start + n, run.request.num_tokens)
         if known_end >= run.cache_at:
             self.cache(run, known_end)

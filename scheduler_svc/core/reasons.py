@@ -1,4 +1,4 @@
-"""Why a request got nothing in a step (R4): every non-decision has one of these."""
+"""Why a request got nothing in a step: whenever it gets nothing, one of these is noted."""
 
 from __future__ import annotations
 

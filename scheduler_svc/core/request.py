@@ -41,11 +41,8 @@ FINISHED = frozenset({Status.FINISHED_STOPPED, Status.FINISHED_LENGTH, Status.FI
 LIVE = frozenset(Status) - FINISHED
 
 TRANSITIONS: dict[Status, frozenset[Status]] = {
-    Status.WAITING: frozenset(
-        # A request that was submitted again may have stopped on the stream that was lost.
-        {Status.RUNNING, Status.BLOCKED}
-    )
-    | FINISHED,
+    # FINISHED: a request that was submitted again may have stopped on the stream that was lost.
+    Status.WAITING: frozenset({Status.RUNNING, Status.BLOCKED}) | FINISHED,
     Status.BLOCKED: frozenset({Status.WAITING, Status.PREEMPTED}) | FINISHED,
     Status.RUNNING: frozenset({Status.PREEMPTED}) | FINISHED,
     # A token sampled before the preemption may arrive after it, and stop the request.

@@ -17,7 +17,7 @@ def size_row(
 
     known: tokens that are known, or awaited from a row in flight. The row adds what resources want beside them and is
     then cut to the threshold for long prefills, to what the step has left, for a running request to the end of its
-    sequence, and by resources. vLLM 0.25.1 does not cut an admission to the end of the sequence (A20)."""
+    sequence, and by resources. vLLM 0.25.1 does not cut an admission to the end of the sequence."""
     config, resources = state.config, state.resources
     n = known - start
     for want in resources.wants:

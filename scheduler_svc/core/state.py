@@ -64,7 +64,7 @@ class CoreState:
         return rank if run is not None and rank is run.rank else None
 
     def skip(self, request: Request, reason: SkipReason) -> None:
-        """A pass examined the request and gave it nothing (R4)."""
+        """A pass examined the request and gave it nothing."""
         request.account.skip_reason, request.account.skipped_in_pass = reason, self.num_passes
         skips = self.totals.skips
         skips[reason] = skips.get(reason, 0) + 1

@@ -1,4 +1,4 @@
-"""How large the message of a step can become: upper bounds, which the encoding must keep (`scheduler_svc.codec`)."""
+"""How large the message of a step can become: upper bounds, which the encoding must keep (`workers/codec.py`)."""
 
 from __future__ import annotations
 

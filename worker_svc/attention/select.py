@@ -1,4 +1,4 @@
-"""Which attention backend runs: chosen once at load, from the device and the setting."""
+"""Which attention backend runs: chosen once at load, for the device."""
 
 from __future__ import annotations
 
