@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from scheduler_svc.codec import seconds_of
 from scheduler_svc.core.config import Policy
 from scheduler_svc.service import SchedulerService
 from scheduler_svc.workers.client import RankClient
@@ -99,7 +100,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
         """See admin_service.proto."""
         deadline_s = None
         if request.HasField("deadline"):
-            deadline_s = request.deadline.seconds + request.deadline.nanos * 1e-9
+            deadline_s = seconds_of(request.deadline)
         self._service.drain(deadline_s)
         return pb.DrainResponse()
 

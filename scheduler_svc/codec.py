@@ -13,6 +13,7 @@ from enum import IntEnum
 from typing import Final
 
 import numpy as np
+from google.protobuf.duration_pb2 import Duration
 
 from scheduler_svc.core.events import AbortCause, EndReason, RequestEnded
 from scheduler_svc.core.stats import Usage
@@ -24,6 +25,10 @@ from scheduler_svc.rpc.wire import PROTOCOL_REVISION, pack, unpack, works_with
 from scheduler_svc.workers.codec import ModelFacts, TokenizerPiece
 from stepfence.v1 import model_pb2, sampling_pb2, session_service_pb2, usage_pb2
 
+# More than a protobuf Duration may say; front ends may say it all the same. Seconds.
+_MAX_DURATION_S: Final = 315_576_000_000
+# Features that a front end needs; there are two.
+_MAX_FEATURES: Final = 64
 # Submits, cancels and ends of text in one frame of a front end, of each kind.
 MAX_FRAME_ITEMS: Final = 1024
 
@@ -149,6 +154,8 @@ def _hello(message: session_service_pb2.Hello) -> Hello:
         )
     if len(message.front_end_id.encode()) > MAX_ID_BYTES:
         raise SessionProtocolError(f"hello: front_end_id is longer than {MAX_ID_BYTES} bytes")
+    if len(message.required_features) > _MAX_FEATURES:
+        raise SessionProtocolError(f"hello: {len(message.required_features)} features, at most {_MAX_FEATURES}")
     return Hello(
         message.front_end_id,
         frozenset(message.required_features),
@@ -186,7 +193,7 @@ def _submission(message: session_service_pb2.Submit) -> Submission:
     output_tokens, age_s = _outputs(message)
     timeout_s = None
     if message.HasField("timeout"):
-        timeout_s = message.timeout.seconds + message.timeout.nanos * 1e-9
+        timeout_s = seconds_of(message.timeout)
     sampling = message.sampling
     return Submission(
         handle=handle,
@@ -224,7 +231,13 @@ def _outputs(message: session_service_pb2.Submit) -> tuple[array[int] | None, fl
         outputs = unpack(message.output_token_ids)
     except ValueError:
         raise SessionProtocolError(f"submit {handle}: output_token_ids is no whole number of int32") from None
-    return outputs, max(0.0, message.age.seconds + message.age.nanos * 1e-9)
+    return outputs, max(0.0, seconds_of(message.age))
+
+
+def seconds_of(duration: Duration) -> float:
+    """A duration in seconds; one that is longer than durations may be counts as the longest."""
+    seconds = duration.seconds + duration.nanos * 1e-9
+    return min(max(seconds, -_MAX_DURATION_S), _MAX_DURATION_S)
 
 
 def _known_fields(message: sampling_pb2.ResolvedSampling) -> bytes:

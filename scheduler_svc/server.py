@@ -25,6 +25,7 @@ from scheduler_svc.metrics_server import PATH, MetricsServer
 from scheduler_svc.rpc import channels, descriptors, reflection
 from scheduler_svc.rpc.cluster_secret import ClusterSecret
 from scheduler_svc.rpc.health import HealthServicer
+from scheduler_svc.rpc.message_budget import MessageBudget
 from scheduler_svc.rpc.tls import FOR_PARTS, Tls
 from scheduler_svc.service import SchedulerService, ServiceOptions
 from scheduler_svc.session import SessionServicer
@@ -47,6 +48,8 @@ EXIT_CUT_OFF: Final = 3
 
 # "As long as the model": larger than any model's length.
 _UNLIMITED_LEN: Final = 1 << 30
+# Of a packed list of numbers: the longest are 128 ids of five bytes. Prompts and outputs travel as bytes.
+_MAX_LIST_BYTES: Final = 4096
 # What calls may still take when everything has ended. Seconds.
 _STOP_GRACE_S: Final = 0.5
 
@@ -228,7 +231,12 @@ class SchedulerProcess:
         )
 
     def _make_server(self, service: SchedulerService) -> grpc.aio.Server:
-        server = channels.server(self._settings.listen, secret=self._secret, guarded=_READY_SERVICES)
+        server = channels.server(
+            self._settings.listen,
+            secret=self._secret,
+            guarded=_READY_SERVICES,
+            budget=MessageBudget(max_list_bytes=_MAX_LIST_BYTES),
+        )
         session_service_pb2_grpc.add_SessionServiceServicer_to_server(SessionServicer(service.hub), server)
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(service, _version()), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

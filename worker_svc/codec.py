@@ -36,6 +36,8 @@ from worker_svc.step import AddedRequest, FailureKind, Int32Column, Step, StepAn
 _LITTLE_ENDIAN_INT32: Final = np.dtype("<i4")
 _NOTHING: Final[Int32Column] = np.empty(0, np.int32)
 _MAX_INT32: Final = 2**31 - 1
+# Features that a scheduler needs; there are two.
+_MAX_FEATURES: Final = 64
 _FAILURE_KINDS: Final = {
     FailureKind.EXECUTION: step_pb2.STEP_ERROR_KIND_EXECUTION,
     FailureKind.DEVICE: step_pb2.STEP_ERROR_KIND_DEVICE,
@@ -218,6 +220,8 @@ def _column_bytes(column: Int32Column) -> bytes:
 
 def check_features(message: worker_service_pb2.Open, capabilities: RunnerCapabilities) -> None:
     """Raises OpenRefused when the steps of an epoch would need what this worker does not have, or does not know."""
+    if len(message.required_features) > _MAX_FEATURES:
+        raise MalformedOpen("MALFORMED_OPEN", f"{len(message.required_features)} features, at most {_MAX_FEATURES}")
     missing = [number for number in message.required_features if number not in _features(capabilities)]
     if missing:
         names = ", ".join(map(_feature_name, missing))

@@ -31,6 +31,8 @@ from scheduler_svc.workers.transport import StepStream, WorkerLink, WorkerTransp
 log = logging.getLogger(__name__)
 
 _MAX_TOKENIZER_BYTES: Final = 256 << 20
+# What a piece takes in memory besides its bytes: pieces may be empty.
+_PIECE_OVERHEAD: Final = 256
 # The first pause after a worker gave no tokenizer; each one after that is twice as long, up to the second number.
 _TOKENIZER_RETRY_S: Final = 1.0
 _MAX_TOKENIZER_RETRY_S: Final = 30.0
@@ -266,7 +268,7 @@ class RankClient:
         async for data in link.get_tokenizer():
             piece = codec.decode_tokenizer_piece(data)
             pieces.append(piece)
-            size += len(piece.data)
+            size += len(piece.data) + _PIECE_OVERHEAD
             if size > _MAX_TOKENIZER_BYTES:
                 return None
         return tuple(pieces)

@@ -9,20 +9,30 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final
+from typing import Final, cast
 
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtoMessage
 
 from scheduler_svc.core.events import RowFailed, WorkerProtocolError
 from scheduler_svc.core.output import DeferredFree, NewRow, SchedulerOutput
+from scheduler_svc.rpc.field_count import check_num_fields
 from scheduler_svc.rpc.wire import PROTOCOL_REVISION, pack, unpack
 from stepfence.v1 import step_pb2, worker_service_pb2
 
 # As long as a name in DNS can be.
 MAX_HOST_CHARS: Final = 253
-# It travels on to the client in a header.
+# They travel on to clients in headers, and into the log.
 _MAX_ROW_MESSAGE_CHARS: Final = 400
+_MAX_ERROR_CHARS: Final = 400
+_MAX_KIND_CHARS: Final = 64
+# Of a model's name, of the digest of its tokenizer and of a file's name. The description of the model goes to every
+# front end, and its name into every metric.
+_MAX_NAME_BYTES: Final = 256
+_MAX_MODEL_BYTES: Final = 64 << 10
+# Of a packed list of numbers; columns are bytes.
+_MAX_LIST_BYTES: Final = 4096
 
 
 # --- from a worker -------------------------------------------------------------------------------------------------
@@ -128,6 +138,12 @@ def decode_capabilities(data: bytes) -> WorkerCapabilities:
     message = worker_service_pb2.GetCapabilitiesResponse()
     _parse(message, data)
     model = message.model
+    _check_name(model.name, "the model's name")
+    _check_name(model.tokenizer_digest, "the tokenizer's digest")
+    if model.ByteSize() > _MAX_MODEL_BYTES:
+        raise WorkerProtocolError(
+            f"its description of the model has {model.ByteSize()} bytes, at most {_MAX_MODEL_BYTES} are taken"
+        )
     return WorkerCapabilities(
         protocol_revision=message.protocol_revision,
         worker_incarnation=message.worker_incarnation,
@@ -144,9 +160,16 @@ def decode_capabilities(data: bytes) -> WorkerCapabilities:
         max_message_bytes=message.max_message_bytes,
         max_num_drafts=message.max_num_drafts,
         features=frozenset(map(WorkerFeature, _KNOWN_FEATURES & set(message.features))),
-        description=" ".join(part for part in (message.runner, message.device, message.dtype) if part),
+        description=" ".join(
+            part[:_MAX_KIND_CHARS] for part in (message.runner, message.device, message.dtype) if part
+        ),
         host=_host(message.host),
     )
+
+
+def _check_name(name: str, what: str) -> None:
+    if len(name.encode()) > _MAX_NAME_BYTES:
+        raise WorkerProtocolError(f"{what} has more than {_MAX_NAME_BYTES} bytes")
 
 
 def _host(name: str) -> str:
@@ -174,7 +197,7 @@ def _step_result(message: step_pb2.StepResult) -> StepResult:
     error = None
     if message.HasField("error"):
         kind = step_pb2.StepErrorKind.Name(message.error.kind) if message.error.kind in (0, 1, 2) else "unknown kind"
-        error = f"{kind.removeprefix('STEP_ERROR_KIND_').lower()} error: {message.error.message}"
+        error = f"{kind.removeprefix('STEP_ERROR_KIND_').lower()} error: {message.error.message[:_MAX_ERROR_CHARS]}"
     try:
         sampled = unpack(message.sampled_token_ids).tolist()
         counts = unpack(message.sampled_counts).tolist() if message.sampled_counts else None
@@ -203,11 +226,13 @@ def decode_tokenizer_piece(data: bytes) -> TokenizerPiece:
     """Read a GetTokenizerResponse."""
     message = worker_service_pb2.GetTokenizerResponse()
     _parse(message, data)
+    _check_name(message.chunk.file_name, "the file name of a piece of the tokenizer")
     return TokenizerPiece(message.chunk.file_name, message.chunk.data)
 
 
 def _parse(message: ProtoMessage, data: bytes) -> None:
     try:
+        check_num_fields(data, cast(Descriptor, message.DESCRIPTOR), max_list_bytes=_MAX_LIST_BYTES)
         message.ParseFromString(data)
     except DecodeError as error:
         raise WorkerProtocolError(f"not a {message.DESCRIPTOR.name}: {error}") from None

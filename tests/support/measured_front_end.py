@@ -32,8 +32,10 @@ _PAUSE_S = 0.5
 class MeasuredFrontEnd:
     """The process, for the length of the `with`. address: HOST:PORT, ready to be called."""
 
+    module = "tests.support.measured_front_end"
+
     def __init__(self, scheduler: str, *, max_prompt_bytes: int = 1 << 20) -> None:
-        self._arguments = ("--scheduler", scheduler, "--max-prompt-bytes", str(max_prompt_bytes))
+        self._arguments: tuple[str, ...] = ("--scheduler", scheduler, "--max-prompt-bytes", str(max_prompt_bytes))
         self.address = ""
         # HOST:PORT of the OpenAI port.
         self.openai_address = ""
@@ -68,7 +70,7 @@ class MeasuredFrontEnd:
 
     async def __aenter__(self) -> Self:
         pipe = asyncio.subprocess.PIPE
-        command = (sys.executable, "-m", "tests.support.measured_front_end", *self._arguments)
+        command = (sys.executable, "-m", self.module, *self._arguments)
         self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
         self.address = await self._ask("address")
         self.openai_address = await self._ask("openai")
@@ -82,7 +84,7 @@ class MeasuredFrontEnd:
         await self._process.communicate()
 
 
-class _MeasuredLoop(asyncio.SelectorEventLoop):
+class MeasuredLoop(asyncio.SelectorEventLoop):
     """Waiting for events takes no CPU time, so what a turn uses is the work of its callbacks."""
 
     longest_ns = 0
@@ -93,7 +95,7 @@ class _MeasuredLoop(asyncio.SelectorEventLoop):
         self.longest_ns = max(self.longest_ns, time.thread_time_ns() - before)
 
 
-async def _serve(loop: _MeasuredLoop, settings: FrontendSettings) -> None:
+async def _serve(loop: MeasuredLoop, settings: FrontendSettings) -> None:
     process = FrontEndProcess(settings)
     serving = asyncio.create_task(process.serve())
     await process.listening.wait()
@@ -123,9 +125,9 @@ def _main() -> None:
         scheduler=arguments.scheduler,
         max_prompt_bytes=arguments.max_prompt_bytes,
     )
-    with asyncio.Runner(loop_factory=_MeasuredLoop) as runner:
+    with asyncio.Runner(loop_factory=MeasuredLoop) as runner:
         loop = runner.get_loop()
-        assert isinstance(loop, _MeasuredLoop)
+        assert isinstance(loop, MeasuredLoop)
         runner.run(_serve(loop, settings))
 
 

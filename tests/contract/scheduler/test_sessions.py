@@ -655,12 +655,12 @@ async def test_a_reset_that_preempts_changes_no_text(scheduler: RunningScheduler
 
 
 @pytest.mark.parametrize("field", ["stop_token_ids", "eos_token_ids"])
-async def test_f118_a_request_with_millions_of_stop_ids_is_refused_alone(
+async def test_f118_a_request_with_many_stop_ids_is_refused_alone_and_one_with_millions_with_its_stream(
     scheduler: RunningScheduler, double: WorkerDouble, field: str
 ) -> None:
     async with SessionClient(scheduler.address) as client:
         submit = _submit(handle=7)
-        getattr(submit.submits[0].sampling, field).extend([1] * 2_000_000)
+        getattr(submit.submits[0].sampling, field).extend([1] * 4_000)
         client.streams[7] = Stream(7, "r", [1])
         client.send(submit)
         await until(lambda: client.streams[7].refused is not None)
@@ -668,6 +668,11 @@ async def test_f118_a_request_with_millions_of_stop_ids_is_refused_alone(
         assert refused is not None
         assert refused.reason == "INVALID_PARAMETER"
         assert client.errors == []
+        getattr(submit.submits[0].sampling, field).extend([1] * 2_000_000)
+        client.send(submit)
+        await client.ended.wait()
+        assert client.status is grpc.StatusCode.INVALID_ARGUMENT
+        assert f"submits.sampling.{field}: a list of numbers has at most 4096 bytes here" in client.details
 
 
 @pytest.mark.parametrize("method", ["GetStatus", "Drain", "AuditKv", "ResetPrefixCache"])

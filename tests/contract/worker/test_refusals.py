@@ -9,7 +9,7 @@ import pytest
 
 from stepfence.v1 import sampling_pb2, step_pb2, worker_service_pb2
 from tests.support.scheduler_double import Book, SchedulerDouble, column, new_request
-from tests.support.worker_fixtures import NUM_ROWS, Target, generate
+from tests.support.worker_fixtures import NUM_ROWS, Target, generate, own_worker
 
 _MALFORMED = grpc.StatusCode.INVALID_ARGUMENT
 _REFUSED = grpc.StatusCode.FAILED_PRECONDITION
@@ -227,3 +227,12 @@ async def test_rule_10_more_steps_in_flight_than_agreed_are_refused(worker: Targ
     await session.send(book.step({0: 1}))
     ended = await session.ended()
     assert (ended.code, ended.reason) == (_REFUSED, "WINDOW_FULL")
+
+
+async def test_an_open_that_needs_features_without_end_is_refused_in_few_words() -> None:
+    async with own_worker() as worker, SchedulerDouble(worker.target.address) as scheduler:
+        message = worker.target.open_message(scheduler)
+        message.required_features.extend(range(1000))  # type: ignore[arg-type]
+        ended = await (await scheduler.try_open(message)).ended()
+        assert (ended.code, ended.reason) == (_MALFORMED, "MALFORMED_OPEN")
+        assert ended.message == "1000 features, at most 64"

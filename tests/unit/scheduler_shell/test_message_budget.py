@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_svc.rpc.message_budget import TooManyFields, Undecodable, check_num_fields
+from scheduler_svc.rpc.field_count import TooManyFields, Undecodable, check_num_fields
 from stepfence.v1 import generation_service_pb2 as pb
 from stepfence.v1 import session_service_pb2
 from tests.support.wire import bytes_field, number_field, varint
