@@ -8,10 +8,17 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections import Counter
 from datetime import UTC, datetime
 from typing import Final, TextIO
 
 _OWN_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+# Lines that one place in the code may write within a period; a peer may cause many of them. What was left out is
+# counted in a line of its own, with the next line after the period.
+_MAX_LINES: Final = 6_000
+_PERIOD_S: Final = 60.0
 
 
 def configure(log_format: str = "auto", *, stream: TextIO | None = None) -> None:
@@ -21,7 +28,7 @@ def configure(log_format: str = "auto", *, stream: TextIO | None = None) -> None
     """
     target = sys.stderr if stream is None else stream
     is_readable = log_format == "text" or (log_format == "auto" and target.isatty())
-    handler = logging.StreamHandler(target)
+    handler = _BoundedHandler(target)
     handler.setFormatter(_TextFormatter() if is_readable else _JsonFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -39,6 +46,40 @@ def _printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+class _BoundedHandler(logging.StreamHandler[TextIO]):
+    """Writes records, of each place in the code at most _MAX_LINES within _PERIOD_S."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._ends_at = 0.0
+        self._num_lines: Counter[tuple[str, int]] = Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See logging.Handler."""
+        if record.created >= self._ends_at:
+            num_left_out = sum(max(0, num - _MAX_LINES) for num in self._num_lines.values())
+            self._num_lines.clear()
+            self._ends_at = record.created + _PERIOD_S
+            if num_left_out:
+                self._note(num_left_out)
+        place = (record.pathname, record.lineno)
+        self._num_lines[place] += 1
+        if self._num_lines[place] <= _MAX_LINES:
+            super().emit(record)
+
+    def _note(self, num_left_out: int) -> None:
+        note = logging.makeLogRecord(
+            {
+                "name": __name__,
+                "levelno": logging.WARNING,
+                "levelname": "WARNING",
+                "msg": "lines of the log were left out: one place in the code wrote too many",
+                "num_lines": num_left_out,
+            }
+        )
+        super().emit(note)
 
 
 class _JsonFormatter(logging.Formatter):

@@ -14,6 +14,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from scheduler_svc.cli.rpc_errors import SCHEDULER, explain
+from scheduler_svc.logs import printable
 from scheduler_svc.rpc.channels import blocking_channel
 from scheduler_svc.rpc.cluster_secret import Metadata
 from scheduler_svc.rpc.tls import Tls
@@ -138,7 +139,8 @@ def status_lines(status: pb.GetStatusResponse) -> list[str]:
             f"front end {front_end.front_end_id}: {front_end.num_live_streams} streams, "
             f"{front_end.num_live_requests} requests"
         )
-    return lines
+    # Names and causes come from peers, which may put anything into them.
+    return [printable(line) for line in lines]
 
 
 def _recomputed(status: pb.GetStatusResponse) -> str:
@@ -178,5 +180,5 @@ def _print_audit(audit: pb.AuditKvResponse) -> None:
             + ("consistent" if rank.consistent else "NOT consistent")
         )
         for violation in rank.violations:
-            print(f"  {violation}")
+            print(f"  {printable(violation)}")
     print(f"{audit.num_live_requests} live requests")

@@ -32,7 +32,7 @@ CONNECTION_LIMIT: Final = "grpc.max_allowed_incoming_connections"
 # makes a server hold as many calls as it can send.
 STREAM_LIMIT: Final = "grpc.max_concurrent_streams"
 # Of the scheduler's port: a front end needs three.
-MAX_STREAMS: Final = 256
+MAX_STREAMS: Final = 1024
 _MAX_PENDING: Final = 16_384
 _RECEIVE_LIMIT: Final = "grpc.max_receive_message_length"
 

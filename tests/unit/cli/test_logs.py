@@ -5,7 +5,11 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -100,3 +104,30 @@ def test_f99_what_a_client_chose_stays_on_its_line_and_moves_no_cursor(
     lines = raw.getvalue().decode("utf-8").split("\n")[1:-1]
     assert all(line.isprintable() for line in lines)
     assert not any(line.startswith("12:00") for line in lines[1:])
+
+
+@pytest.mark.parametrize("module", [logs, worker_logs], ids=["scheduler", "worker"])
+def test_one_place_in_the_code_writes_a_bounded_number_of_lines(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_LINES", 3)
+    stream = io.StringIO()
+    module.configure("json", stream=stream)
+    for number in range(10):
+        logging.getLogger("a").warning("a peer is wrong", extra={"number": number})
+    logging.getLogger("a").warning("another place")
+    # The period is over.
+    handler: Any = logging.getLogger().handlers[0]
+    handler._ends_at = 0.0
+    logging.getLogger("a").warning("later")
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line["message"] for line in lines[:4]] == ["a peer is wrong"] * 3 + ["another place"]
+    assert lines[4]["num_lines"] == 7 and lines[4]["level"] == "warning"
+    assert lines[5]["message"] == "later"
+
+
+@pytest.mark.parametrize("module", ["scheduler_svc.server", "worker_svc.server"])
+def test_grpc_writes_no_lines_of_its_own_unless_asked_to(module: str) -> None:
+    code = f"import {module}, os; print(os.environ['GRPC_VERBOSITY'])"
+    clean = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    for given, kept in ((clean, "NONE"), ({**clean, "GRPC_VERBOSITY": "INFO"}, "INFO")):
+        answer = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
+        assert answer.stdout.strip() == kept

@@ -129,3 +129,12 @@ def test_status_has_no_column_for_hosts_that_nobody_told() -> None:
     assert _worker_lines(admin.RankStatus(rank="127.0.0.1:50061", state=admin.RANK_STATE_UP)) == [
         "worker 127.0.0.1:50061  up"
     ]
+
+
+def test_what_peers_call_themselves_cannot_move_the_cursor() -> None:
+    evil = "\x1b[2J\nscheduler 9, ready\u202e"
+    rank = admin.RankStatus(rank="a:1", state=admin.RANK_STATE_LOST, cause=evil)
+    front_ends = [admin.FrontEndStatus(front_end_id=evil)]
+    lines = status.status_lines(admin.GetStatusResponse(ready=True, ranks=[rank], front_ends=front_ends))
+    assert len(lines) == 4 and all(line.isprintable() for line in lines)
+    assert "\\x1b[2J\\nscheduler 9" in lines[3]
