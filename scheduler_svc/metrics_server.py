@@ -179,7 +179,11 @@ class _Moment(Collector):
 
 
 def _scrape(metrics: list[Metric], accept: str, accept_encoding: str) -> _Answer:
-    encode, content_type = choose_encoder(accept)
+    try:
+        encode, content_type = choose_encoder(accept)
+    except (TypeError, ValueError):
+        # A version that is no number, say: as if nothing was asked for.
+        encode, content_type = choose_encoder("")
     body = encode(_Moment(metrics))
     headers = [("Content-Type", content_type)]
     if gzip_accepted(accept_encoding):

@@ -202,3 +202,14 @@ async def test_a_taken_port_is_an_error() -> None:
     async with _server() as server:
         with pytest.raises(OSError, match="in use"):
             await MetricsServer(list).start(server.address)
+
+
+@pytest.mark.parametrize("version", ["x", "1..0", "1e400", "", "-1", "99999999999999999999.1"])
+async def test_a_scraper_that_asks_for_a_strange_version_gets_text_and_no_line_in_the_log(
+    version: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with _server() as server:
+        for kind in ("text/plain", "application/openmetrics-text"):
+            status, _, body = await _ask(server, _get(Accept=f"{kind};version={version};escaping=\t;q=1e400"))
+            assert status == 200 and b"things 3.0\n" in body
+    assert not caplog.records
