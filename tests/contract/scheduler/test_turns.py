@@ -25,7 +25,7 @@ EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 
 _ATTACH = "/stepfence.v1.SessionService/Attach"
 _ROOM = MAX_MESSAGE_BYTES - 128
-_MAX_MODEL_LEN = 8192
+_MAX_MODEL_LEN = 140_000
 _HELLO = pb.Hello(front_end_id="test", protocol_revision=2)
 
 
@@ -42,8 +42,8 @@ def _frame(*submits: pb.Submit) -> bytes:
     return pb.AttachRequest(submits=submits).SerializeToString()
 
 
-def _again(handle: int) -> pb.Submit:
-    return _submit(handle, output_token_ids=_prompt(4000), age=Duration(seconds=1))
+def _again(handle: int, num_outputs: int) -> pb.Submit:
+    return _submit(handle, output_token_ids=_prompt(num_outputs), age=Duration(seconds=1))
 
 
 _PACKED = bytes_field(9, b"\x01" * (_ROOM - 64))
@@ -59,7 +59,9 @@ _FRAMES: dict[str, bytes] = {
     "many prompts": _frame(*(_submit(handle, _prompt(4000, handle)) for handle in _HANDLES)),
     "many requests": _frame(*(_submit(handle, stop_token_ids=range(128)) for handle in _HANDLES)),
     "many refused requests": _frame(*(_submit(handle, _prompt(3, -1)) for handle in _HANDLES)),
-    "many requests again": _frame(*(_again(handle) for handle in _HANDLES)),
+    "many requests again": _frame(*(_again(handle, 4000) for handle in _HANDLES)),
+    "long requests again": _frame(*(_again(handle, 130_000) for handle in range(1, 32))),
+    "long prompts": _frame(*(_submit(handle, _prompt(130_000, handle)) for handle in range(1, 32))),
     "many ends": pb.AttachRequest(
         cancels=[pb.Cancel(handle=handle, reason=pb.CANCEL_REASON_CLIENT_GONE) for handle in _HANDLES],
         text_ended=[pb.TextEnded(handle=handle, num_tokens=1) for handle in _HANDLES],
@@ -71,7 +73,7 @@ _FRAMES: dict[str, bytes] = {
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def measured() -> AsyncIterator[MeasuredScheduler]:
     async with (
-        own_worker(num_blocks=2000, max_model_len=_MAX_MODEL_LEN) as worker,
+        own_worker(num_blocks=9000, max_model_len=_MAX_MODEL_LEN) as worker,
         MeasuredScheduler(worker.target.address) as scheduler,
     ):
         yield scheduler
