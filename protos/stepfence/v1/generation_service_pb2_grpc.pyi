@@ -31,7 +31,7 @@ class GenerationServiceStub:
     UPPER_SNAKE), and BadRequest or RetryInfo where they help:
 
       INVALID_ARGUMENT     EMPTY_PROMPT, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY, PROMPT_TOO_LARGE, INVALID_PARAMETER,
-                           INVALID_CHAT, PRIORITY_NOT_SUPPORTED, NO_TOKENIZER, UNDECODABLE
+                           INVALID_CHAT, PRIORITY_NOT_SUPPORTED, NO_TOKENIZER, UNDECODABLE, REQUEST_EXPECTED
       UNAUTHENTICATED      UNAUTHENTICATED: this deployment wants a token, and the call shows none that it knows
       PERMISSION_DENIED    on Abort: ABORT_NOT_ALLOWED
       NOT_FOUND            MODEL_NOT_FOUND; on Abort: REQUEST_NOT_FOUND
@@ -77,7 +77,7 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     UPPER_SNAKE), and BadRequest or RetryInfo where they help:
 
       INVALID_ARGUMENT     EMPTY_PROMPT, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY, PROMPT_TOO_LARGE, INVALID_PARAMETER,
-                           INVALID_CHAT, PRIORITY_NOT_SUPPORTED, NO_TOKENIZER, UNDECODABLE
+                           INVALID_CHAT, PRIORITY_NOT_SUPPORTED, NO_TOKENIZER, UNDECODABLE, REQUEST_EXPECTED
       UNAUTHENTICATED      UNAUTHENTICATED: this deployment wants a token, and the call shows none that it knows
       PERMISSION_DENIED    on Abort: ABORT_NOT_ALLOWED
       NOT_FOUND            MODEL_NOT_FOUND; on Abort: REQUEST_NOT_FOUND
@@ -119,7 +119,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     UPPER_SNAKE), and BadRequest or RetryInfo where they help:
 
       INVALID_ARGUMENT     EMPTY_PROMPT, PROMPT_TOO_LONG, EXCEEDS_KV_CAPACITY, PROMPT_TOO_LARGE, INVALID_PARAMETER,
-                           INVALID_CHAT, PRIORITY_NOT_SUPPORTED, NO_TOKENIZER, UNDECODABLE
+                           INVALID_CHAT, PRIORITY_NOT_SUPPORTED, NO_TOKENIZER, UNDECODABLE, REQUEST_EXPECTED
       UNAUTHENTICATED      UNAUTHENTICATED: this deployment wants a token, and the call shows none that it knows
       PERMISSION_DENIED    on Abort: ABORT_NOT_ALLOWED
       NOT_FOUND            MODEL_NOT_FOUND; on Abort: REQUEST_NOT_FOUND
