@@ -22,9 +22,7 @@ from scheduler_svc.config import FrontendSettings
 from scheduler_svc.frontend.server import FrontEndProcess
 
 _PATIENCE_S = 60.0
-# What is promised, and what fails a test: other work on the machine takes memory bandwidth, which costs CPU time.
 MAX_TURN_MS = 50.0
-_GATE_MS = 2 * MAX_TURN_MS
 # The CPU's clock and caches vary, other programs' use of them too, and a virtual machine counts the time that it was
 # kept waiting as its own. So the best of several attempts counts, and the later ones come after a pause.
 _ATTEMPTS = 8
@@ -51,8 +49,7 @@ class MeasuredFrontEnd:
         return float(await self._ask("longest"))
 
     async def assert_short_turns(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do the work, again until no turn of the loop takes MAX_TURN_MS of CPU time. Fails when the best attempt takes
-        twice that."""
+        """Do the work, again if need be; no turn of the loop may then have taken MAX_TURN_MS of CPU time."""
         turns: list[float] = []
         for attempt in range(_ATTEMPTS):
             await asyncio.sleep(_PAUSE_S * attempt)
@@ -62,7 +59,7 @@ class MeasuredFrontEnd:
             if turns[-1] < MAX_TURN_MS:
                 break
         print(f"{min(turns):.1f} ms")
-        assert min(turns) < _GATE_MS, turns
+        assert min(turns) < MAX_TURN_MS, turns
 
     async def _ask(self, question: str) -> str:
         assert self._process.stdin is not None
