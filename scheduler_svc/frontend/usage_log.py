@@ -16,7 +16,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from scheduler_svc.frontend.usage import Usage
 
@@ -61,7 +61,7 @@ class UsageLog:
         self._writer = writer
         self._thread = threading.Thread(target=self._write, name="usage-log", daemon=True)
         self._lost = 0
-        self._told_at = -_QUIET_S
+        self._complaints = _Rarely()
         self._thread.start()
 
     def add(self, record: UsageRecord) -> None:
@@ -70,8 +70,7 @@ class UsageLog:
             self._queue.put_nowait(logging.makeLogRecord({"msg": _line(record), "levelno": logging.INFO}))
         except queue.Full:
             self._lost += 1
-            if time.monotonic() - self._told_at >= _QUIET_S:
-                self._told_at = time.monotonic()
+            if self._complaints.is_due():
                 log.error("records of use are lost: their file takes them too slowly", extra={"num_lost": self._lost})
 
     def close(self) -> None:
@@ -87,14 +86,29 @@ class UsageLog:
             self._writer.close()
 
 
-class _Complains:
+class _Rarely:
+    """Whether a complaint is due: the first one, and others after a while."""
+
+    def __init__(self) -> None:
+        self._last = -_QUIET_S
+
+    def is_due(self) -> bool:
+        now = time.monotonic()
+        if now - self._last < _QUIET_S:
+            return False
+        self._last = now
+        return True
+
+
+class _Complains(logging.Handler):
     """A handler whose failures are said in the log, now and then. While the disk is full, lines are lost."""
 
-    _said_at = -_QUIET_S
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._complaints = _Rarely()
 
     def handleError(self, record: logging.LogRecord) -> None:
-        if time.monotonic() - self._said_at >= _QUIET_S:
-            self._said_at = time.monotonic()
+        if self._complaints.is_due():
             log.error("a record of use could not be written", extra={"cause": str(sys.exc_info()[1])})
 
 
