@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import logging
-import os
 import re
 import secrets
 import time
@@ -22,22 +20,19 @@ from typing import Final
 from scheduler_svc.frontend.errors import Code, Failure, RequestError
 from scheduler_svc.rpc import tenants
 from scheduler_svc.rpc.cluster_secret import ClusterSecret
+from scheduler_svc.rpc.reread import Reread
 
 _KEY: Final = "authorization"
 _SCHEME: Final = "bearer "
 _TOKEN: Final = re.compile(r"[\x21-\x7e]{16,512}")
 _HASHED: Final = re.compile(r"sha256:([0-9a-f]{64})")
 _MAX_FILE_BYTES: Final = 4 << 20
-# Seconds between two looks at the file.
-_LOOK_S: Final = 1.0
 
 UNAUTHENTICATED: Final = Failure(
     Code.UNAUTHENTICATED,
     "UNAUTHENTICATED",
     "show a token of this deployment: `authorization: Bearer TOKEN` in the metadata of the call, or as an HTTP header",
 )
-
-log = logging.getLogger(__name__)
 
 
 class TokensError(Exception):
@@ -58,8 +53,8 @@ ANYONE: Final = Caller()
 class Callers:
     """Tells callers by their credentials.
 
-    tokens: the file with the tokens of clients; None: everyone may call, as the tenant without a name. secret: whoever
-    shows it is an operator."""
+    tokens: the file with the tokens of clients; None: everyone may call, as the tenant without a name. secret: a caller
+    that shows it is an operator."""
 
     def __init__(
         self,
@@ -69,64 +64,39 @@ class Callers:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises TokensError."""
-        self._path = tokens
         self._secret = secret
-        self._clock = clock
         # Tokens are found by this and not by themselves, so that the time of a look-up says nothing about them.
         self._key = secrets.token_bytes(32)
-        self._tenants: Mapping[bytes, str] = {}
-        self._stamp: tuple[int, ...] | None = None
-        self._looked_at = 0.0
-        self._told = ""
+        # None: everyone may call.
+        self._tenants: Reread[Mapping[bytes, str]] | None = None
         if tokens is not None:
-            self._stamp = _stamp(tokens)
-            self._tenants = self._read(tokens)
-            self._looked_at = clock()
+            self._tenants = Reread(
+                (tokens,), lambda: self._read(tokens), name="tokens of clients", unusable=TokensError, clock=clock
+            )
 
     @property
     def are_known(self) -> bool:
         """Whether callers need a token."""
-        return self._path is not None
+        return self._tenants is not None
 
     def caller(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller:
         """Who carries these metadata, or headers. Raises RequestError UNAUTHENTICATED."""
         given = [_text(value) for key, value in metadata or () if key.lower() == _KEY]
         if self._secret is not None and self._secret.is_in((_KEY, value) for value in given):
             return Caller(is_operator=True)
-        if self._path is None:
+        if self._tenants is None:
             return ANYONE
-        self._look_again(self._path)
+        self._tenants.look_again()
         for value in given:
             if value[: len(_SCHEME)].lower() == _SCHEME:
                 token = value[len(_SCHEME) :].strip()
-                tenant = self._tenants.get(self._digest(hashlib.sha256(token.encode()).digest()))
+                tenant = self._tenants.value.get(self._digest(hashlib.sha256(token.encode()).digest()))
                 if tenant is not None:
                     return Caller(tenant)
         raise RequestError(UNAUTHENTICATED)
 
     def _digest(self, hashed: bytes) -> bytes:
         return hmac.digest(self._key, hashed, "sha256")
-
-    def _look_again(self, path: Path) -> None:
-        now = self._clock()
-        if now - self._looked_at < _LOOK_S:
-            return
-        self._looked_at = now
-        try:
-            stamp = _stamp(path)
-            if stamp == self._stamp:
-                return
-            self._tenants = self._read(path)
-            self._stamp = stamp
-        except TokensError as error:
-            if str(error) != self._told:
-                self._told = str(error)
-                log.error(
-                    "the file of tokens cannot be read again: those read last stay valid", extra={"cause": str(error)}
-                )
-            return
-        self._told = ""
-        log.info("the file of tokens was read again", extra={"num_tokens": len(self._tenants)})
 
     def _read(self, path: Path) -> Mapping[bytes, str]:
         try:
@@ -166,15 +136,6 @@ def _hashed(path: Path, number: int, words: list[str]) -> bytes:
             "hexadecimal digits in small letters"
         )
     return hashlib.sha256(token.encode()).digest()
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    """What changes with the file. Raises TokensError."""
-    try:
-        found = os.stat(path)
-    except OSError as error:
-        raise TokensError(f"{path} cannot be read: {error.strerror or error}") from None
-    return found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev
 
 
 def _text(value: str | bytes) -> str:

@@ -200,7 +200,7 @@ async def test_a_server_that_is_not_of_the_deployment_is_not_called(authority: t
 async def test_certificates_are_replaced_while_everything_runs(
     inside: Tls, authority: trustme.CA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scheduler_svc.rpc.tls._LOOK_S", 0.0)
+    monkeypatch.setattr("scheduler_svc.rpc.reread.LOOK_S", 0.0)
     outside = Tls(write(tmp_path / "outside", authority.issue_cert("localhost"), None), needs=FOR_CLIENTS)
     async with parts(inside, outside) as running:
         fresh = trustme.CA()
@@ -221,6 +221,34 @@ async def test_certificates_are_replaced_while_everything_runs(
         async with asyncio.timeout(30):
             while not await _shakes_hands(running.front_end.openai_address, context):
                 await asyncio.sleep(0.1)
+
+
+async def test_an_authority_of_clients_that_was_replaced_opens_neither_port(
+    inside: Tls, authority: trustme.CA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler_svc.rpc.reread.LOOK_S", 0.0)
+    public = authority.issue_cert("localhost", "127.0.0.1")
+    old, new = trustme.CA(), trustme.CA()
+    outside = Tls(write(tmp_path / "outside", public, old), needs=FOR_CLIENTS)
+    async with parts(inside, outside) as running:
+        write(outside.directory, None, new)
+        for made_by, is_let_in in ((old, False), (new, True)):
+            certificate = made_by.issue_cert("client.example")
+            context = ssl.create_default_context(cadata=authority.cert_pem.bytes().decode())
+            certificate.configure_cert(context)
+            async with openai.AsyncOpenAI(
+                base_url=f"https://{running.front_end.openai_address}/v1",
+                api_key="-",
+                max_retries=0,
+                http_client=openai.DefaultAsyncHttpxClient(verify=context),
+            ) as client:
+                with contextlib.nullcontext() if is_let_in else pytest.raises(openai.APIConnectionError):
+                    await client.models.list()
+            caller = Tls(write(tmp_path / f"caller {is_let_in}", certificate, authority), needs=FOR_CALLERS)
+            async with channel(running.clients, tls=caller) as made:
+                stub: Any = generation_service_pb2_grpc.GenerationServiceStub(made)
+                answer = await _says(stub.Complete(asked("hello"), timeout=10))
+            assert answer == ("OK" if is_let_in else "UNAVAILABLE")
 
 
 async def _shakes_hands(address: str, context: ssl.SSLContext | None) -> bool:
@@ -308,7 +336,7 @@ def test_files_that_cannot_be_used_are_named(authority: trustme.CA, tmp_path: Pa
 def test_files_that_become_unusable_change_nothing(
     inside: Tls, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("scheduler_svc.rpc.tls._LOOK_S", 0.0)
+    monkeypatch.setattr("scheduler_svc.rpc.reread.LOOK_S", 0.0)
     (inside.directory / "tls.crt").write_bytes(b"half a certif")
     for _ in range(5):
         assert inside.look_again() == 1

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import ssl
 from collections.abc import Iterator
 from typing import Any, ClassVar, Final
 
@@ -24,8 +23,6 @@ _SPARE_CONNECTIONS: Final = 1024
 HEAD_TIMEOUT_S: Final = 20.0
 _MAX_HEAD_BYTES: Final = 32 << 10
 _BACKLOG: Final = 512
-# Seconds between two looks at the TLS files.
-_REFRESH_S: Final = 1.0
 # What is parsed before others get their turn.
 _PARSED_BYTES: Final = 4096
 # What is read of a body after its answer, so that a client which sends first and reads then hears the answer.
@@ -56,7 +53,6 @@ class DoorServer:
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
-        self._refreshing: asyncio.Task[None] | None = None
         # HOST:PORT, once started.
         self.address = ""
 
@@ -73,23 +69,12 @@ class DoorServer:
         if tls is not None:
             self._server.config.load()
             self._server.config.ssl = tls.server_context()
-            self._refreshing = asyncio.create_task(self._refresh(tls, self._server.config.ssl))
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
-
-    async def _refresh(self, tls: Tls, context: ssl.SSLContext) -> None:
-        version = tls.version
-        while True:
-            await asyncio.sleep(_REFRESH_S)
-            if tls.look_again() != version:
-                version = tls.version
-                tls.refresh(context)
 
     async def close(self, grace_s: float) -> None:
         """Stop listening, give the open calls this many seconds for their last words, and cut off the others."""
         if self._task is None:
             return
-        if self._refreshing is not None:
-            self._refreshing.cancel()
         self._server.should_exit = True
         await asyncio.wait({self._task}, timeout=grace_s)
         for connection in list(self._server.server_state.connections):
