@@ -12,7 +12,7 @@ import typer
 from scheduler_svc.cli.options import StrictCommand
 from scheduler_svc.config import MAX_SECONDS, SettingsError, read_secret, read_tls
 from scheduler_svc.rpc import cluster_secret
-from scheduler_svc.rpc.tls import FOR_CALLERS
+from scheduler_svc.rpc.tls import FOR_CALLERS, Tls
 
 if TYPE_CHECKING:
     from scheduler_svc.cli.status import SchedulerCall
@@ -85,6 +85,11 @@ _SecretFile = Annotated[
 ]
 
 
+def _tls(directory: Path | None, server_name: str) -> Tls | None:
+    """Raises SettingsError."""
+    return read_tls("tls_dir", directory, FOR_CALLERS, server_name=server_name)
+
+
 def _call(target: str, secret_file: Path | None, use_proxy: bool, tls_dir: Path | None, tls_name: str) -> SchedulerCall:
     """How to call the scheduler. The secret of `stepfence up` goes to this machine only. Raises SettingsError."""
     from scheduler_svc.cli.status import SchedulerCall
@@ -94,7 +99,7 @@ def _call(target: str, secret_file: Path | None, use_proxy: bool, tls_dir: Path 
         secret_file = cluster_secret.default_path(os.environ)
         if secret_file is not None and not secret_file.exists():
             secret_file = None
-    tls = read_tls("tls_dir", tls_dir, FOR_CALLERS, server_name=tls_name or os.environ.get(_TLS_NAME_VARIABLE, ""))
+    tls = _tls(tls_dir, tls_name or os.environ.get(_TLS_NAME_VARIABLE, ""))
     return SchedulerCall(target, cluster_secret.metadata_of(read_secret(secret_file)), use_proxy, tls)
 
 
@@ -271,7 +276,7 @@ def _generate(
         json_lines=json_lines,
         use_proxy=use_proxy,
         token_file=token_file,
-        tls=read_tls("tls_dir", tls_dir, FOR_CALLERS, server_name=tls_name),
+        tls=_tls(tls_dir, tls_name),
     )
     raise typer.Exit(generate.run(options))
 
@@ -310,7 +315,7 @@ def _health(
     """Check the health of a Stepfence process. Exit codes: 0 serving, 1 not serving or no answer, 2 wrong usage."""
     from scheduler_svc.cli import health
 
-    tls = read_tls("tls_dir", tls_dir, FOR_CALLERS, server_name=tls_name)
+    tls = _tls(tls_dir, tls_name)
     answer = health.check(target, service if service is not None else None if ready else "", timeout, tls)
     typer.echo(answer.text, err=not answer.serving)
     raise typer.Exit(0 if answer.serving else 1)

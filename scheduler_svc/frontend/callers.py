@@ -51,7 +51,7 @@ ANYONE: Final = Caller()
 
 
 class Callers:
-    """Tells callers by their credentials.
+    """Knows callers by their credentials.
 
     tokens: the file with the tokens of clients; None: everyone may call, as the tenant without a name. secret: a caller
     that shows it is an operator."""

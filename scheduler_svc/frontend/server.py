@@ -110,8 +110,8 @@ class FrontEndProcess:
         try:
             usage_log = None if self._settings.usage_log is None else UsageLog(self._settings.usage_log)
         except OSError as error:
-            told = "cannot write %s: choose another file with --usage-log"
-            log.error(told, self._settings.usage_log, extra={"cause": error.strerror or str(error)})
+            message = "cannot write %s: choose another file with --usage-log"
+            log.error(message, self._settings.usage_log, extra={"cause": error.strerror or str(error)})
             return EXIT_FATAL
         try:
             return await self._serve(usage_log, signals=signals)

@@ -53,7 +53,7 @@ def tokens(tmp_path: Path) -> Path:
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
-def test_callers_are_told_by_their_tokens(tokens: Path) -> None:
+def test_callers_are_known_by_their_tokens(tokens: Path) -> None:
     callers = Callers(tokens, SECRET)
     assert callers.caller(bearer(ACME)) == callers.caller(bearer(ACME_TOO)) == Caller("acme")
     assert callers.caller((("Authorization", f"bearer   {BYTEWORKS} "),)) == Caller("byteworks")

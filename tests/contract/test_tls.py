@@ -166,8 +166,8 @@ async def test_a_deployment_works_over_tls(inside: Tls) -> None:
             assert await ask(running.scheduler, inside) == "OK"
         assert await _open_worker(running.worker, inside) == "OK"
         for address in (running.scheduler, running.worker):
-            told = await asyncio.to_thread(check, address, "", 10.0, inside)
-            assert told.serving, told.text
+            health = await asyncio.to_thread(check, address, "", 10.0, inside)
+            assert health.serving, health.text
 
 
 async def test_strangers_get_into_neither_scheduler_nor_worker(
@@ -328,9 +328,9 @@ def test_files_that_cannot_be_used_are_named(authority: trustme.CA, tmp_path: Pa
                 (directory / name).write_bytes(content)
         for make in (lambda d: Tls(d, needs=FOR_PARTS), worker_tls.Tls):
             error = TlsError if make is not worker_tls.Tls else worker_tls.TlsError
-            with pytest.raises(error, match=words) as told:
+            with pytest.raises(error, match=words) as wrong_files:
                 make(directory)
-            assert str(directory) in str(told.value)
+            assert str(directory) in str(wrong_files.value)
 
 
 def test_files_that_become_unusable_change_nothing(

@@ -253,10 +253,10 @@ def test_a_real_model_answers_and_everything_ends_at_a_signal(up: Up) -> None:
     assert_greedy_equal([token for event in events for token in event.get("delta", {}).get("token_ids", [])], expected)
     assert "Paris" in "".join(event.get("delta", {}).get("text", "") for event in events)
     with _openai(process) as client:
-        told = client.completions.create(
+        completion = client.completions.create(
             model="smollm2-135m-instruct", prompt="The capital of France is", max_tokens=16, temperature=0
         )
-        assert told.choices[0].text == "".join(event.get("delta", {}).get("text", "") for event in events)
+        assert completion.choices[0].text == "".join(event.get("delta", {}).get("text", "") for event in events)
         chat = client.chat.completions.create(
             model="smollm2-135m-instruct",
             messages=[{"role": "user", "content": "What is the capital of France?"}],

@@ -101,14 +101,14 @@ def encoded(value: Json) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
+@dataclass(frozen=True, slots=True)
 class Kind:
     """What differs between the answers of chats and of completions."""
 
-    def __init__(self, *, whole: str, part: str, choice: Callable[[str], Json], delta: Callable[[str], Json]) -> None:
-        self.whole = whole
-        self.part = part
-        self.choice = choice
-        self.delta = delta
+    whole: str
+    part: str
+    choice: Callable[[str], Json]
+    delta: Callable[[str], Json]
 
 
 CHAT: Final = Kind(

@@ -131,27 +131,24 @@ class Door:
 
     def endpoint(self, read: Read, kind: answers.Kind) -> ASGIApp:
         """An endpoint that reads bodies with `read` and answers in this kind."""
+        return _Endpoint(self, read, kind)
 
-        async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
-            client = _Client(receive, send)
-            names: dict[str, str] = {}
-            try:
-                await self._answer(scope, client, read, kind, names)
-            except ClientGone:
-                return
-            except Refused as refused:
-                await client.fail(refused.problem)
-            except RequestError as error:
-                await client.fail(answers.problem_of(error, names))
-            except asyncio.CancelledError:
+    async def serve(self, scope: Scope, client: _Client, read: Read, kind: answers.Kind) -> None:
+        """One request from its head to the end of its answer."""
+        names: dict[str, str] = {}
+        try:
+            await self._answer(scope, client, read, kind, names)
+        except ClientGone:
+            return
+        except Refused as refused:
+            await client.fail(refused.problem)
+        except RequestError as error:
+            await client.fail(answers.problem_of(error, names))
+        except BaseException as error:
+            if not is_containable(error):
                 raise
-            except BaseException as error:
-                if not is_containable(error):
-                    raise
-                log.exception("call failed")
-                await client.fail(answers.problem_of(RequestError(INTERNAL), {}))
-
-        return _Endpoint(endpoint)
+            log.exception("call failed")
+            await client.fail(answers.problem_of(RequestError(INTERNAL), {}))
 
     async def _answer(
         self, scope: Scope, client: _Client, read: Read, kind: answers.Kind, names: dict[str, str]
@@ -212,7 +209,7 @@ class Door:
         for piece in answer.whole():
             pieces.append(piece)
             await asyncio.sleep(0)
-        await client.send_whole(200, pieces, answer.request_id)
+        await client.send_whole(pieces, answer.request_id)
 
     # --- bodies ---
 
@@ -240,11 +237,13 @@ class Door:
 class _Endpoint:
     """Starlette takes a function for an endpoint that returns a response; an object, for an ASGI application."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]) -> None:
-        self._app = app
+    def __init__(self, door: Door, read: Read, kind: answers.Kind) -> None:
+        self._door = door
+        self._read = read
+        self._kind = kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
+        await self._door.serve(scope, _Client(receive, send), self._read, self._kind)
 
 
 class _Client:
@@ -314,11 +313,10 @@ class _Client:
     async def end(self, part: bytes = b"") -> None:
         await self._send({"type": "http.response.body", "body": part, "more_body": False})
 
-    async def send_whole(self, status: int, pieces: list[bytes], request_id: str | None = None) -> None:
+    async def send_whole(self, pieces: list[bytes], request_id: str) -> None:
+        """The answer of a request that has succeeded."""
         headers = {"content-type": "application/json", "content-length": str(sum(map(len, pieces)))}
-        if request_id is not None:
-            headers["x-request-id"] = _for_header(request_id)
-        await self._start(status, headers)
+        await self._start(200, {**headers, "x-request-id": _for_header(request_id)})
         for piece in pieces:
             await self.write(piece)
         await self.end()
