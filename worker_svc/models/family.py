@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from worker_svc.attention.base import AttentionSpec
-from worker_svc.models.base import Activation, LayerSpec, ModelConfig, RopeKind, RopeSpec
+from worker_svc.models.base import Activation, ExpertsSpec, LayerSpec, ModelConfig, RopeKind, RopeSpec
 from worker_svc.models.fields import BrokenModel, ConfigFields
 from worker_svc.models.rope_config import read_rope
 
@@ -29,7 +29,8 @@ COMMON_DEFAULTS: Final[Mapping[str, Any]] = {
     "tie_word_embeddings": False,
 }
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+# Names in layer_types.
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def read_attention(fields: ConfigFields) -> AttentionSpec:
@@ -66,6 +67,16 @@ def read_layer(
     )
 
 
+def read_experts(fields: ConfigFields, *, intermediate: str, normalised: bool) -> ExpertsSpec:
+    """The experts of a layer. intermediate: the field with their width. Their number is `num_local_experts`, or
+    `num_experts` as older files of some families call it."""
+    key = "num_experts" if "num_experts" in fields and "num_local_experts" not in fields else "num_local_experts"
+    num_experts, per_token = fields.positive(key), fields.positive("num_experts_per_tok")
+    if per_token > num_experts:
+        raise BrokenModel(f"{fields.where}: num_experts_per_tok is {per_token}, but {key} is {num_experts}")
+    return ExpertsSpec(num_experts, per_token, fields.positive(intermediate), normalised)
+
+
 def read_window(fields: ConfigFields, sliding: Sequence[bool]) -> int | None:
     """The size of windows; null only where no layer has one."""
     return fields.positive("sliding_window") if any(sliding) else fields.optional_positive("sliding_window")
@@ -81,7 +92,7 @@ def read_layer_types(fields: ConfigFields, is_sliding: Callable[[int], bool]) ->
     num_layers = fields.positive("num_hidden_layers")
     if fields.value("layer_types") is None:
         return tuple(is_sliding(index) for index in range(num_layers))
-    return tuple(one == _SLIDING for one in fields.names("layer_types", num_layers, (_FULL, _SLIDING)))
+    return tuple(one == SLIDING for one in fields.names("layer_types", num_layers, (FULL, SLIDING)))
 
 
 def read_model(fields: ConfigFields, architecture: str, layers: Sequence[LayerSpec] | LayerSpec) -> ModelConfig:

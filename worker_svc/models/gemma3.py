@@ -10,11 +10,9 @@ from typing import Final
 from worker_svc.models import gemma2
 from worker_svc.models.base import Architecture, ModelConfig, QkNorm, RopeSpec
 from worker_svc.models.decoder import Decoder
-from worker_svc.models.family import read_attention, read_layer_types, read_window, with_window
+from worker_svc.models.family import FULL, SLIDING, read_attention, read_layer_types, read_window, with_window
 from worker_svc.models.fields import ConfigFields
 from worker_svc.models.rope_config import rope_from
-
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def _read_ropes(fields: ConfigFields) -> tuple[RopeSpec, RopeSpec]:
@@ -23,10 +21,10 @@ def _read_ropes(fields: ConfigFields) -> tuple[RopeSpec, RopeSpec]:
     full_theta, local_theta = fields.number("rope_theta"), fields.number("rope_local_base_freq")
     full, local = RopeSpec(full_theta, head_dim), RopeSpec(local_theta, head_dim)
     if (both := fields.part("rope_parameters")) is not None:
-        both.refuse_others((_FULL, _SLIDING))
-        if (parameters := both.part(_FULL)) is not None:
+        both.refuse_others((FULL, SLIDING))
+        if (parameters := both.part(FULL)) is not None:
             full = _rope(parameters, fields, head_dim, full_theta)
-        if (parameters := both.part(_SLIDING)) is not None:
+        if (parameters := both.part(SLIDING)) is not None:
             local = _rope(parameters, fields, head_dim, local_theta)
     if (scaling := fields.part("rope_scaling")) is not None:
         full = _rope(scaling, fields, head_dim, full.theta)

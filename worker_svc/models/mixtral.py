@@ -5,26 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from worker_svc.models.base import Architecture, ExpertsSpec, LayerNames, ModelConfig
+from worker_svc.models.base import Architecture, LayerNames, ModelConfig
 from worker_svc.models.decoder import Decoder
-from worker_svc.models.family import COMMON_DEFAULTS, read_layer, read_model, with_window
-from worker_svc.models.fields import BrokenModel, ConfigFields
+from worker_svc.models.family import COMMON_DEFAULTS, read_experts, read_layer, read_model, with_window
+from worker_svc.models.fields import ConfigFields
 
 _NAMES = LayerNames(
     router="block_sparse_moe.gate",
     expert_gate_up=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
     expert_down="block_sparse_moe.experts.{}.w2",
 )
-
-
-def read_experts(fields: ConfigFields, *, intermediate: str, normalised: bool) -> ExpertsSpec:
-    """The experts of a layer. intermediate: the field with their width. Their number is `num_local_experts`, or
-    `num_experts` as older files of some families call it."""
-    key = "num_experts" if "num_experts" in fields and "num_local_experts" not in fields else "num_local_experts"
-    num_experts, per_token = fields.positive(key), fields.positive("num_experts_per_tok")
-    if per_token > num_experts:
-        raise BrokenModel(f"{fields.where}: num_experts_per_tok is {per_token}, but {key} is {num_experts}")
-    return ExpertsSpec(num_experts, per_token, fields.positive(intermediate), normalised)
 
 
 def parse(fields: ConfigFields) -> ModelConfig:

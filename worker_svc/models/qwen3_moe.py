@@ -7,9 +7,8 @@ from typing import Final
 
 from worker_svc.models.base import Architecture, ModelConfig
 from worker_svc.models.decoder import Decoder
-from worker_svc.models.family import COMMON_DEFAULTS, read_model, with_window
+from worker_svc.models.family import COMMON_DEFAULTS, read_experts, read_model, with_window
 from worker_svc.models.fields import ConfigFields
-from worker_svc.models.mixtral import read_experts
 from worker_svc.models.qwen3 import read_qwen3_layer
 
 

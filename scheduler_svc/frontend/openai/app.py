@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 from urllib.parse import quote
 
 from starlette.applications import Starlette
@@ -25,7 +25,7 @@ from scheduler_svc.frontend.errors import INTERNAL, RequestError, quoted
 from scheduler_svc.frontend.gate import CallGate
 from scheduler_svc.frontend.limits import Limits
 from scheduler_svc.frontend.openai import answers, requests
-from scheduler_svc.frontend.openai.choices import Choices, started
+from scheduler_svc.frontend.openai.choices import Choices, Event, started
 from scheduler_svc.frontend.openai.requests import Wanted
 from scheduler_svc.frontend.prompt_lanes import PromptLanes
 from scheduler_svc.frontend.resolve import check_model
@@ -165,25 +165,19 @@ class Door:
             names.update(wanted.names)
             for _ in wanted.calls[1:]:
                 gates.enter_context(self._gate.call(peer))
-            async with client.watched():
-                calls = [replace(call, tenant=caller.tenant, api="openai") for call in wanted.calls]
-                await self._generate(client, wanted, calls, kind)
-
-    async def _generate(
-        self, client: _Client, wanted: Wanted, calls: Sequence[GenerateCall], kind: answers.Kind
-    ) -> None:
-        async with started(self._front_end, calls) as choices:
-            # By the name that the client used, as it may look for that one.
-            model = calls[0].model or self._front_end.model.name
-            answer = answers.Answer(kind, choices.request_id, model, len(calls))
-            if wanted.is_stream:
-                await self._stream(client, choices, answer, with_usage=wanted.with_usage)
-            else:
-                await self._whole(client, choices, answer)
+            calls = [replace(call, tenant=caller.tenant, api="openai") for call in wanted.calls]
+            async with started(self._front_end, calls) as choices, client.watched(choices):
+                # By the name that the client used, as it may look for that one.
+                model = calls[0].model or self._front_end.model.name
+                answer = answers.Answer(kind, choices.request_id, model, len(calls))
+                if wanted.is_stream:
+                    await self._stream(client, choices, answer, with_usage=wanted.with_usage)
+                else:
+                    await self._whole(client, choices, answer)
 
     async def _stream(self, client: _Client, choices: Choices, answer: answers.Answer, *, with_usage: bool) -> None:
         # The head goes out with the first event, so that what is refused is refused by its status.
-        while (happened := await client.unless_gone(choices.next(), alive=client.is_streaming)) is not None:
+        while (happened := await self._next(client, choices)) is not None:
             index, event = happened
             if isinstance(event, Accepted):
                 part = answer.first_part(index)
@@ -199,8 +193,17 @@ class Door:
             await client.write(answer.usage_part())
         await client.end(answers.END_OF_STREAM)
 
+    async def _next(self, client: _Client, choices: Choices) -> tuple[int, Event] | None:
+        """As Choices.next; a stream that has begun gets a sign of life when it takes long."""
+        while True:
+            try:
+                async with asyncio.timeout(KEEP_ALIVE_S if client.is_streaming else None):
+                    return await choices.next()
+            except TimeoutError:
+                await client.write(answers.KEEP_ALIVE)
+
     async def _whole(self, client: _Client, choices: Choices, answer: answers.Answer) -> None:
-        while (happened := await client.unless_gone(choices.next(), alive=False)) is not None:
+        while (happened := await choices.next()) is not None:
             index, event = happened
             if not isinstance(event, Accepted):
                 answer.add(index, event)
@@ -252,7 +255,6 @@ class _Client:
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive = receive
         self._send = send
-        self._gone: asyncio.Task[None] | None = None
         self.is_streaming = False
 
     async def body(self) -> AsyncIterator[bytes]:
@@ -266,35 +268,19 @@ class _Client:
             more = message.get("more_body", False)
 
     @contextlib.asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        """Look out for its leaving. After the body."""
-        self._gone = asyncio.ensure_future(self._until_gone())
+    async def watched(self, choices: Choices) -> AsyncIterator[None]:
+        """After the body: when the client leaves, the choices are interrupted with ClientGone."""
+        leaving = asyncio.ensure_future(self._until_gone())
+        leaving.add_done_callback(lambda _: choices.interrupt(ClientGone()))
         try:
             yield
         finally:
-            self._gone.cancel()
-            await asyncio.gather(self._gone, return_exceptions=True)
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
 
     async def _until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-
-    async def unless_gone(self, work: Coroutine[Any, Any, T], *, alive: bool) -> T:
-        """The result of work, which is cancelled when the client leaves. alive: send the client a sign of life when it
-        takes long. Raises ClientGone, and what work raises."""
-        assert self._gone is not None
-        task = asyncio.ensure_future(work)
-        try:
-            while True:
-                timeout = KEEP_ALIVE_S if alive else None
-                await asyncio.wait({task, self._gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-                if task.done():
-                    return task.result()
-                if self._gone.done():
-                    raise ClientGone
-                await self.write(answers.KEEP_ALIVE)
-        finally:
-            task.cancel()
 
     # --- answers ---
 

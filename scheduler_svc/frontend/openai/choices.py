@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 
 from scheduler_svc.frontend.calls import Accepted, Delta, Finished, GenerateCall
 from scheduler_svc.frontend.engine import FrontEnd
@@ -39,7 +38,8 @@ class Choices:
 
     def __init__(self, generations: Sequence[Generation]) -> None:
         self._generations = generations
-        self._come: asyncio.Queue[tuple[int, asyncio.Task[Event | None]]] = asyncio.Queue()
+        # What `next` gives, or raises.
+        self._come: asyncio.Queue[tuple[int, asyncio.Task[Event | None]] | Exception] = asyncio.Queue()
         self._tasks: dict[int, asyncio.Task[Event | None]] = {}
         for index in range(len(generations)):
             self._ask(index)
@@ -51,15 +51,23 @@ class Choices:
 
     async def next(self) -> tuple[int, Event] | None:
         """The index of a choice and its next event; None when all have finished. Raises RequestError when one of them
-        ends without success, with the usage of that one."""
+        ends without success, with the usage of that one, and what it was interrupted with. Cancelled, it loses
+        nothing."""
         while self._tasks:
-            index, task = await self._come.get()
+            come = await self._come.get()
+            if isinstance(come, Exception):
+                raise come
+            index, task = come
             del self._tasks[index]
             event = task.result()
             if event is not None:
                 self._ask(index)
                 return index, event
         return None
+
+    def interrupt(self, error: Exception) -> None:
+        """Have `next` raise this, after what has come so far."""
+        self._come.put_nowait(error)
 
     def stop(self) -> None:
         """Ask for nothing more."""
@@ -74,8 +82,4 @@ class Choices:
 
 def total(usages: Sequence[Usage]) -> Usage:
     """What some requests cost together; their times added."""
-    together = Usage()
-    for usage in usages:
-        names = Usage.__dataclass_fields__
-        together = replace(together, **{name: getattr(together, name) + getattr(usage, name) for name in names})
-    return together
+    return Usage(**{name: sum(getattr(usage, name) for usage in usages) for name in Usage.__dataclass_fields__})
